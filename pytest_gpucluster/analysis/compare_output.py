@@ -1,4 +1,4 @@
-"""A comparison of two runs as text that fits the terminal, the worst first, and as JSON for programs."""
+"""A comparison of two runs as blocks for terminal and page, the worst first, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pytest_gpucluster.analysis.compare import (
     Comparison,
     Pair,
 )
-from pytest_gpucluster.analysis.output import json_document, table, wrapped
+from pytest_gpucluster.analysis.output import Block, Rows, json_document
 from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.reports.summary import is_better_higher
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity
@@ -31,43 +31,41 @@ NameOf = Callable[[int], str]
 _ROWS = 40
 _RANKS = 4
 _HEADS = (
-    Column(title=""),
+    Column(title="kind"),
     Column(title="change", is_right=True),
     Column(title="before", is_right=True),
     Column(title="now", is_right=True),
 )
 
 
-def comparison_table(
-    comparison: Comparison, *, old_name: NameOf, new_name: NameOf, width: int = 80, everything: bool = False
-) -> str:
-    """Return the answer, the differences between the runs, and a row for each relevant change, or for all changes.
+def comparison_blocks(
+    comparison: Comparison, *, old_name: NameOf, new_name: NameOf, everything: bool = False
+) -> Iterator[Block]:
+    """Yield the answer, the differences between the runs, and a row for each relevant change, or for all changes.
 
     Args:
         comparison: of two runs.
         old_name: rank -> its name before.
         new_name: rank -> its name now.
-        width: columns of the terminal.
         everything: include changes that are the same, within noise, or decide nothing.
     """
-    lines = [*wrapped(answer_text(comparison), width)]
-    for obstacle in comparison.obstacles:
-        lines += wrapped(f"not comparable: {obstacle}", width)
-    for note in comparison.notes:
-        lines += wrapped(f"note: {note}", width)
+    yield answer_text(comparison)
+    yield from (f"not comparable: {obstacle}" for obstacle in comparison.obstacles)
+    yield from (f"note: {note}" for note in comparison.notes)
     kinds = (REGRESSED, *OPEN, WORSE, BETTER)
     relevant = [each for each in comparison.changes if everything or (each.decides and each.kind in kinds)]
     rows = relevant if everything else relevant[:_ROWS]
     if rows:
-        cells = ((_cells(change), list(_details(change, old_name, new_name))) for change in rows)
-        lines += ["", *table(_HEADS, cells, width)]
+        yield ""
+        cells = [(_cells(change), list(_details(change, old_name, new_name))) for change in rows]
+        yield Rows(caption="Changes, the worst first", heads=_HEADS, rows=cells)
     hidden = len(comparison.changes) - len(rows)
     if hidden:
         more = f"and {len(relevant) - len(rows)} more of these; " if len(relevant) > len(rows) else ""
         rest = len(comparison.changes) - len(relevant)
         irrelevant = f"{rest} more metrics are the same, within noise, or decide nothing; " if rest else ""
-        lines += ["", *wrapped(f"{more}{irrelevant}--all shows them", width)]
-    return "\n".join(lines) + "\n"
+        yield ""
+        yield f"{more}{irrelevant}--all shows them"
 
 
 def answer_text(comparison: Comparison) -> str:

@@ -1,5 +1,5 @@
 """A fleet of nodes from their runs: the newest run of each, outliers, the results by node and test, and the nodes to
-drain; as text that fits the terminal, and as JSON for programs.
+drain; for terminal and page.
 
 Each value is compared with the median of all others, also where no limit failed. It is an outlier where it is behind by
 more than is allowed, and far beyond the scatter of the others: its modified z-score, 0.6745 (x - median) /
@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
-from pytest_gpucluster.analysis.run_view import STATES, key_of
+from pytest_gpucluster.analysis.output import Block, Rows, as_page
+from pytest_gpucluster.analysis.run_view import STATES, key_of, without_samples
+from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
-from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, read
 from pytest_gpucluster.journal.records import KIND_NAMES, TestResult
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.judge.judged import JudgedMetric
@@ -63,6 +63,30 @@ class Node:
         bad = outline(self.journal).bad
         why = f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.journal.reason
         return f"{marked(self.journal.verdict, self.journal.run.kind)}: {why}"
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]:
+    """Return the runs of all journals that are named or lie below a folder, and the unreadable ones below a folder.
+
+    Raises:
+        JournalError: a named journal cannot be read, or a folder has none.
+    """
+    runs: dict[Path, NodeRun] = {}
+    unreadable: dict[Path, tuple[str, str]] = {}
+    for path in paths:
+        journals = journals_below(path) if path.is_dir() else [path]
+        if not journals:
+            raise JournalError(f"{path}: no journal.jsonl in this folder or below it")
+        for journal in journals:
+            try:
+                content = read(journal, slim=without_samples, live=True)
+            except JournalError as error:
+                if journal == path:
+                    raise
+                unreadable[journal.resolve()] = str(journal), str(error)
+            else:
+                runs[journal.resolve()] = NodeRun(path=journal, journal=content)
+    return list(runs.values()), list(unreadable.values())
 
 
 def journals_below(place: Path) -> list[Path]:
@@ -248,6 +272,8 @@ class Fleet:
         ):
             if len(values) > 1:
                 yield f"the nodes have different {what}: {', '.join(sorted(values))}"
+        for run in (one for node in self.nodes for one in (node.run, *node.earlier) if one.journal.cut):
+            yield f"{run.path}: its last line is truncated and left out"
         for run in self.multi_node:
             yield f"{run.path}: a run on {run.journal.run.nnodes} nodes, left out"
         for node in self.nodes:
@@ -322,42 +348,51 @@ _OUTLIERS = 20
 _HEADS = (Column(title="node"), Column(title="verdict"), Column(title="tests"))
 
 
-def fleet_table(found: Fleet, *, width: int = 80) -> str:
-    """Return a row for each node with the tests that did not pass, the outliers and the lists; the worst come first.
+def fleet_blocks(found: Fleet) -> Iterator[Block]:
+    """Yield a row for each node with the tests that did not pass, the outliers and the lists; the worst come first.
 
-    Of a large fleet the good nodes and the outliers are shown in part.
-
-    Args:
-        found: the fleet.
-        width: columns of the terminal.
+    Of a large fleet the good nodes and the outliers are listed in part; the page has the matrix of nodes and tests.
     """
-    width = max(width, 40)
-    lines: list[str] = []
-    for note in found.notes:
-        lines += wrapped(f"note: {note}", width)
+    yield from (f"note: {note}" for note in found.notes)
     nodes = sorted(found.nodes, key=lambda node: _order(found, node))
     bad = sum(_order(found, node) < _GOOD for node in nodes)
-    lines += ["", *table(_HEADS, (_node_row(found, node) for node in nodes[: max(_ROWS, bad)]), width)]
+    yield ""
+    rows = [_node_row(found, node) for node in nodes[: max(_ROWS, bad)]]
+    yield Rows(caption="Nodes, the worst first", heads=_HEADS, rows=rows)
     if len(nodes) > max(_ROWS, bad):
-        lines.append(f"and {len(nodes) - max(_ROWS, bad)} more good nodes")
+        yield f"and {len(nodes) - max(_ROWS, bad)} more good nodes"
+    yield Rows(
+        caption="Nodes and tests",
+        heads=[Column(title=name) for name in ("node", *found.names.values())],
+        rows=[
+            ([node.name, *(_MARKS.get(found.outcome(node, test), "?") for test in found.names)], ()) for node in nodes
+        ],
+        on_page_only=True,
+    )
     if found.outliers:
-        lines += ["", "behind the fleet:"]
+        yield from ("", "behind the fleet:")
     journals = {node.name: node.journal for node in found.nodes}
     for outlier in found.outliers[:_OUTLIERS]:
-        lines += wrapped(f"{rank_name(journals[outlier.node], outlier.rank)}: {outlier}", width, 2)
+        yield f"  {rank_name(journals[outlier.node], outlier.rank)}: {outlier}"
     if len(found.outliers) > _OUTLIERS:
-        lines.append(f"  and {len(found.outliers) - _OUTLIERS} more")
+        yield f"  and {len(found.outliers) - _OUTLIERS} more"
     for title, named in (("to be drained", found.drained), ("without an answer", found.without_answer)):
         if named:
-            lines += ["", f"{title}:"]
-        for name, why in named.items():
-            lines += wrapped(f"{name}: {why}", width, 2)
-    total = len(nodes) + len(found.without_journal) + len(found.unreadable)
+            yield from ("", f"{title}:")
+        yield from (f"  {name}: {why}" for name, why in named.items())
+    yield from ("", fleet_text(found))
+
+
+def fleet_text(found: Fleet) -> str:
+    """Return how many nodes are good, to be drained, and without an answer."""
+    total = len(found.nodes) + len(found.without_journal) + len(found.unreadable)
     drained, unanswered = len(found.drained), len(found.without_answer)
     conclusion = f"{total - drained - unanswered} good, {drained} to be drained, {unanswered} without an answer"
-    return "\n".join([*lines, "", *wrapped(f"{plural(total, 'node')}: {conclusion}", width)]) + "\n"
+    return f"{plural(total, 'node')}: {conclusion}"
 
 
+_MARKS = {"passed": "OK", "failed": "failed", "error": "broken", OUTLIER: "behind", "skipped": "-", ABSENT: ""}
+"""Outcome -> its mark in the matrix."""
 _GOOD = 3
 
 
@@ -382,49 +417,8 @@ def _node_row(found: Fleet, node: Node) -> tuple[list[str], list[str]]:
     return [shortened(clean(node.name), 24), marked(node.journal.verdict, node.journal.run.kind), counts], details
 
 
-def fleet_document(found: Fleet, *, exit_code: int) -> str:
-    """Return the JSON text. docs/compare.md has what each key means."""
-    return json_document(
-        {
-            "schema_version": 1,
-            "exit": exit_code,
-            "notes": list(found.notes),
-            "tests": [{"test": test, "name": name} for test, name in found.names.items()],
-            "nodes": [
-                {
-                    "node": node.name,
-                    "journal": str(node.run.path),
-                    **fields_of(node.journal.run, "run_id", "started_at"),
-                    **fields_of(node.journal, "verdict", "exit", "reason"),
-                    "kind": node.journal.run.kind,
-                    "earlier": [{"journal": str(run.path), "verdict": run.journal.verdict} for run in node.earlier],
-                    "cells": {test: _cell(found, node, test) for test in found.names},
-                }
-                for node in found.nodes
-            ],
-            "outliers": [
-                {
-                    **fields_of(outlier, "node", "rank"),
-                    "test": outlier.nodeid,
-                    **fields_of(outlier.judged, "metric", "labels", "unit"),
-                    **fields_of(outlier, "value", "median"),
-                    "behind_ratio": outlier.behind,
-                    "why": outlier.why,
-                }
-                for outlier in found.outliers
-            ],
-            "drain": [{"node": name, "why": why} for name, why in found.drained.items()],
-            "without_answer": [{"node": name, "why": why} for name, why in found.without_answer.items()],
-            "left_out": [str(run.path) for run in found.multi_node],
-        }
-    )
-
-
-def _cell(found: Fleet, node: Node, test: str) -> dict[str, Any]:
-    row = node.rows.get(test)
-    body = {"outcome": found.outcome(node, test)}
-    if row is not None and row.why:
-        body["why"] = row.why
-    if row is None or row.headline is None:
-        return body
-    return {**body, **fields_of(row.headline, "metric", "labels", "value", "unit"), "margin_ratio": row.headline.margin}
+def fleet_page(found: Fleet) -> str:
+    """Return the fleet as an HTML document, with the matrix of nodes and tests."""
+    is_good = not (found.drained or found.without_answer)
+    kind = found.nodes[0].journal.run.kind if found.nodes else ""
+    return as_page(marked("Fleet", kind), fleet_blocks(found), is_good=is_good, reasons=[fleet_text(found)])

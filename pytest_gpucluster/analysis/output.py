@@ -1,12 +1,21 @@
-"""Outputs of comparisons: JSON for programs, and text that fits the terminal."""
+"""Outputs of comparisons: JSON for programs, and a result as text that fits the terminal and as a page.
+
+A result is a sequence of blocks: a line of text, which is one of a list where it begins with blanks; an empty line; a
+table; or a chart, for the page alone.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.metrics.codec import to_json
+from pytest_gpucluster.reports.charts.svg import Svg
+from pytest_gpucluster.reports.html.page import render_document
+from pytest_gpucluster.reports.markup import html_table, line
 from pytest_gpucluster.text import Column, line_of, one_line, paragraph, total, widths
 
 _LONGEST = 400
@@ -21,6 +30,54 @@ def fields_of(record: object, *names: str) -> dict[str, Any]:
 def json_document(content: Mapping[str, object]) -> str:
     """Return an indented JSON document; numbers that JSON lacks become text."""
     return json.dumps(to_json(content), indent=1, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A table: its columns, and of each row the cells and the texts below it. Some are for the page alone."""
+
+    caption: str
+    heads: Sequence[Column]
+    rows: Sequence[tuple[Sequence[str], Sequence[str]]]
+    on_page_only: bool = False
+
+
+Block = str | Rows | Svg
+
+
+def as_text(blocks: Iterable[Block], width: int) -> str:
+    """Return a result for a terminal of ``width`` columns."""
+    lines: list[str] = []
+    for block in blocks:
+        if isinstance(block, Rows):
+            lines += [] if block.on_page_only else table(block.heads, block.rows, width)
+        elif not isinstance(block, Svg):
+            lines += wrapped(block.strip(), width, len(block) - len(block.lstrip())) if block else [""]
+    return "".join(f"{each}\n" for each in lines)
+
+
+def as_page(heading: str, blocks: Iterable[Block], *, is_good: bool, reasons: Sequence[str] = ()) -> str:
+    """Return a result as one HTML document; ``heading`` is its answer."""
+    parts: list[tuple[str, object]] = []
+    for kind, group in itertools.groupby((block for block in blocks if block), key=_kind):
+        if kind == "items":
+            parts.append((kind, [line(str(each).strip()) for each in group]))
+        else:
+            parts += [(kind, _table(each) if isinstance(each, Rows) else each) for each in group]
+    return render_document(line(heading), is_good=is_good, reasons=list(map(line, reasons)), parts=parts)
+
+
+def _kind(block: Block) -> str:
+    if isinstance(block, Rows):
+        return "table"
+    return "chart" if isinstance(block, Svg) else "items" if block.startswith(" ") else "text"
+
+
+def _table(block: Rows) -> Any:
+    heads = [head.title for head in block.heads]
+    rows = [(*cells, "; ".join(details)) for cells, details in block.rows]
+    numbers = [head.title for head in block.heads if head.is_right]
+    return html_table(block.caption, (*heads, "Details"), rows, numbers=numbers)
 
 
 def wrapped(text: str, width: int, indent: int = 0) -> list[str]:

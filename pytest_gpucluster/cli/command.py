@@ -155,6 +155,7 @@ def journal_argument(name: str = "journal", help: str = JOURNAL_HELP) -> Argumen
 
 JSON = option("--json FILE", "write the result as JSON; - for standard output")
 """For :func:`write_json_or_table`."""
+HTML = option("--html FILE", "write the result as a page")
 THRESHOLDS = option(
     "--thresholds FILE", "limits that override the shipped ones, as --gpucluster-thresholds", type=Path, action="append"
 )

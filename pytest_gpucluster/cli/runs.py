@@ -1,22 +1,27 @@
-"""``gpucluster runs``: compare two runs, merge several into one, show many as a fleet, compare one with nccl-tests."""
+"""``gpucluster runs``: compare two runs, merge several into one, show many as a fleet or over time, compare one with
+nccl-tests."""
 
 from __future__ import annotations
 
 import argparse
 import filecmp
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.analysis import compare, compare_output, crosscheck, run_view
-from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, fleet_document, fleet_table, journals_below
+from pytest_gpucluster.analysis.fleet import drain_text, fleet, fleet_blocks, fleet_page, read_runs
+from pytest_gpucluster.analysis.history import history, history_blocks
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.nccl_tests import PROGRAMS, Output, read_table
+from pytest_gpucluster.analysis.output import as_page, as_text
 from pytest_gpucluster.analysis.run_view import RunView, without_samples
 from pytest_gpucluster.cli.command import (
     DONE,
+    HTML,
     JOURNAL_HELP,
     JSON,
     NEGATIVE,
@@ -41,7 +46,7 @@ from pytest_gpucluster.cli.command import (
     write_json_or_table,
     write_text,
 )
-from pytest_gpucluster.errors import JournalError, LaunchError, OutputError
+from pytest_gpucluster.errors import LaunchError, OutputError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
 from pytest_gpucluster.journal.verdict import marked
@@ -64,6 +69,7 @@ _UNREADABLE = 6
     option("--partial", "values that only one run has are reported, but do not end with 5"),
     option("--all", "show every metric, also unchanged ones"),
     JSON,
+    HTML,
     help="changes from one run to another",
     examples="""\
                 gpucluster runs compare reports/before-the-driver-update gpucluster-report/latest
@@ -92,19 +98,25 @@ def _compare(options: argparse.Namespace) -> int:
     code = {compare.REGRESSION: NEGATIVE, compare.NO_REGRESSION: DONE}.get(found.answer, UNDECIDED)
     described = [_describe(old_path, old_journal), _describe(new_path, new_journal)]
     width = columns()
+    blocks = list(
+        compare_output.comparison_blocks(
+            found,
+            old_name=lambda rank: rank_name(old_journal, rank),
+            new_name=lambda rank: rank_name(new_journal, rank),
+            everything=options.all,
+        )
+    )
+    if options.html is not None:
+        reasons = [line for run in _head(described, 1000) for line in run]
+        write_text(
+            options.html,
+            as_page(marked(found.answer, new_journal.run.kind), blocks, is_good=code == DONE, reasons=reasons),
+            "--html",
+        )
     write_json_or_table(
         options.json,
         lambda: compare_output.comparison_document(found, old=described[0], new=described[1], exit_code=code),
-        lambda: (
-            _head(described, width)
-            + compare_output.comparison_table(
-                found,
-                old_name=lambda rank: rank_name(old_journal, rank),
-                new_name=lambda rank: rank_name(new_journal, rank),
-                width=width,
-                everything=options.all,
-            )
-        ),
+        lambda: "".join(f"{line}\n" for run in _head(described, width) for line in run) + "\n" + as_text(blocks, width),
     )
     return code
 
@@ -128,15 +140,15 @@ def _describe(path: Path, journal: Journal) -> dict[str, Any]:
     }
 
 
-def _head(described: list[dict[str, Any]], width: int) -> str:
-    lines = []
+def _head(described: list[dict[str, Any]], width: int) -> Iterator[list[str]]:
+    """Yield the lines of each run."""
     for when, run in zip(("before", "now"), described, strict=True):
         shape = run_view.Conditions(world_size=run["world_size"], nnodes=run["nnodes"]).shape
         sku = f"{run['sku'] or 'SKU unknown'}, {shape}"
         text = one_line(f"{run['started_at'][:19]}, {marked(run['verdict'], run['kind'])}, {sku}", 300)
-        lines += paragraph(text, width, first=f"{when}:".ljust(_INDENT), rest=" " * _INDENT)
-        lines.append(" " * _INDENT + printable(run["journal"]))  # not wrapped: for copying
-    return "\n".join(lines) + "\n\n"
+        # The path is not wrapped: for copying.
+        lines = paragraph(text, width, first=f"{when}:".ljust(_INDENT), rest=" " * _INDENT)
+        yield [*lines, " " * _INDENT + printable(run["journal"])]
 
 
 @command(
@@ -195,11 +207,11 @@ def _merge(options: argparse.Namespace) -> int:
     option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
     option("--behind PERCENT", "how much worse than the fleet's median an outlier is", type=percentage, default="3%"),
     option("--drain FILE", "write the nodes to drain; - for standard output"),
-    JSON,
+    HTML,
     help="the runs of many nodes as one matrix: outliers, nodes to drain",
     examples="""\
                 gpucluster runs fleet gpucluster-sweep/20260102-030405
-                gpucluster runs fleet node-a/journal.jsonl node-b/journal.jsonl node-c/journal.jsonl --json -
+                gpucluster runs fleet node-a/journal.jsonl node-b/journal.jsonl node-c/journal.jsonl --html fleet.html
                 gpucluster runs fleet gpucluster-sweep/latest --nodes 'gpu-[001-064]' --drain drain.txt
                 """,
     codes={
@@ -219,10 +231,8 @@ def _fleet(options: argparse.Namespace) -> int:
         expected = expand_hostlist(options.nodes) if options.nodes is not None else []
     except LaunchError as error:
         raise CommandError(USAGE, f"--nodes: {error}") from error
-    runs, unreadable = _node_runs(options.paths)
-    if options.drain == options.json == "-":
-        raise CommandError(USAGE, "--drain - and --json -: only one of them can use standard output")
-    for name, out in (("--drain", options.drain), ("--json", options.json)):
+    runs, unreadable = read_runs(options.paths)
+    for name, out in (("--drain", options.drain), ("--html", options.html)):
         require_other_file(name, out, [run.path for run in runs])
     found = fleet(runs, expected=expected, unreadable=unreadable, behind=options.behind)
     if found.mixed or not found.nodes:
@@ -234,31 +244,50 @@ def _fleet(options: argparse.Namespace) -> int:
         except LaunchError as error:
             raise CommandError(NO_OUTPUT, f"--drain {options.drain}: {error}") from error
         write_text(options.drain, text, "--drain")
-    if options.json is not None:
-        write_text(options.json, fleet_document(found, exit_code=code), "--json")
-    if not {options.drain, options.json} & set(STDOUT):
-        write_text("-", fleet_table(found, width=columns()))
+    if options.html is not None:
+        write_text(options.html, fleet_page(found), "--html")
+    if options.drain not in STDOUT:
+        write_text("-", as_text(fleet_blocks(found), columns()))
     return code
 
 
-def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]:
-    """Return the runs of all journals that are named or lie below a folder, and the unreadable ones below a folder."""
-    runs: dict[Path, NodeRun] = {}
-    unreadable: dict[Path, tuple[str, str]] = {}
-    for path in paths:
-        journals = journals_below(path) if path.is_dir() else [path]
-        if not journals:
-            raise JournalError(f"{path}: no journal.jsonl in this folder or below it")
-        for journal in journals:
-            try:
-                content = read_journal(journal, keep_samples=True, slim=without_samples)[1]
-            except JournalError as error:
-                if journal == path:
-                    raise
-                unreadable[journal.resolve()] = str(journal), str(error)
-            else:
-                runs[journal.resolve()] = NodeRun(path=journal, journal=content)
-    return list(runs.values()), list(unreadable.values())
+@command(
+    argument(
+        "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
+    ),
+    HTML,
+    help="the runs of one cluster over time: GPUs that fail again and again",
+    examples="""\
+                gpucluster runs history gpucluster-report
+                gpucluster runs history gpucluster-report --html history.html
+                """,
+    codes={
+        DONE: "no GPU has failed in more than one run",
+        NEGATIVE: "a GPU has failed in several runs",
+        NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
+        UNDECIDED: "the runs are no history: of GPUs, rehearsals and simulated clusters together",
+    },
+)
+def _history(options: argparse.Namespace) -> int:
+    """Show in which runs each GPU of a cluster has failed, and how far it was behind the median of all.
+
+    A GPU is known by its UUID. The page also has the GPUs that have not failed, and the course of those that have.
+    """
+    runs, unreadable = read_runs(options.paths)
+    require_other_file("--html", options.html, [run.path for run in runs])
+    for path, why in unreadable:
+        complain(f"left out: {why}" if path in why else f"left out: {path}: {why}", DONE)
+    found = history(runs)
+    if found.mixed:
+        return complain(found.mixed, UNDECIDED)
+    blocks = list(history_blocks(found))
+    if options.html is not None:
+        page = as_page(
+            marked("History", runs[0].journal.run.kind), blocks, is_good=not found.offenders, reasons=[found.summary]
+        )
+        write_text(options.html, page, "--html")
+    write_text("-", as_text(blocks, columns()))
+    return NEGATIVE if found.offenders else DONE
 
 
 @command(
@@ -322,5 +351,5 @@ def _read_output(text: str) -> Output:
 
 COMMAND = Group(
     description="Work with the journals of runs.",
-    commands={"compare": _compare, "merge": _merge, "fleet": _fleet, "crosscheck": _crosscheck},
+    commands={"compare": _compare, "merge": _merge, "fleet": _fleet, "history": _history, "crosscheck": _crosscheck},
 )

@@ -176,6 +176,8 @@ def _sweep(options: argparse.Namespace, scheduler_of: Callable[[int], Scheduler]
 
 
 def _carry_out(options: argparse.Namespace, scheduler_of: Callable[[int], Scheduler]) -> int:
+    from pytest_gpucluster.analysis.fleet import fleet, fleet_page, journals_below, read_runs
+    from pytest_gpucluster.files import atomic_write
     from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node, require_unreserved
     from pytest_gpucluster.runners.sweep import require_nodes, sweep
@@ -202,7 +204,11 @@ def _carry_out(options: argparse.Namespace, scheduler_of: Callable[[int], Schedu
     directory = new_run_directory(options.report_dir.absolute())
     _print(f"{len(nodes)} nodes, each alone; reports: {directory}")
     written = SweepFiles(directory, scheduler=options.step, command=sys.argv, nodes=nodes)
-    return sweep(plan, scheduler, written, _print).exit
+    code = sweep(plan, scheduler, written, _print).exit
+    if journals_below(directory):
+        runs, unreadable = read_runs([directory])
+        atomic_write(directory / "fleet.html", fleet_page(fleet(runs, expected=nodes, unreadable=unreadable)))
+    return code
 
 
 def _print(line: str) -> None:

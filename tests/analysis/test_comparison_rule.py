@@ -12,7 +12,8 @@ from each import of_each
 from written_runs import HBM, MATMUL, case, measured, read
 
 from pytest_gpucluster.analysis.compare import allowance, assess, compare_runs
-from pytest_gpucluster.analysis.compare_output import comparison_document, comparison_table
+from pytest_gpucluster.analysis.compare_output import comparison_blocks, comparison_document
+from pytest_gpucluster.analysis.output import as_text
 from pytest_gpucluster.analysis.run_view import Estimate, RunView, estimate
 from pytest_gpucluster.errors import OptionError
 
@@ -101,13 +102,13 @@ EVIL = "<script>\x1b[31m\u202eevil\n\x00" + "x" * 10_000
 
 
 def text(old, new, *, width=80, everything=False, **more):
-    return comparison_table(
+    found = comparison_blocks(
         compare_runs(RunView.of(old), RunView.of(new), **more),
         old_name="rank {}".format,
         new_name="rank {} (gpu-a)".format,
-        width=width,
         everything=everything,
     )
+    return as_text(found, width)
 
 
 OLD = read(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 
 import pytest
 from written_runs import HBM, MATMUL, case, measured, place, read
 
-from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, fleet_document, fleet_table, journals_below
+from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, fleet_blocks, fleet_page, journals_below
+from pytest_gpucluster.analysis.output import as_text
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 
@@ -23,6 +23,10 @@ def answer(host, *tests, values=(730,), **more):
 
 def picture(*answers, expected=()):
     return fleet(answers, expected=expected)
+
+
+def fleet_table(found):
+    return as_text(fleet_blocks(found), 80)
 
 
 BROKEN = {"end": {"verdict": "BROKEN", "exit": 11, "reason": "lost"}}
@@ -86,7 +90,8 @@ def test_nothing_hostile_reaches_the_terminal_or_the_drain_file():
     for text in (fleet_table(found), drain_text(found)):
         assert all(line.isprintable() for line in text.splitlines())
     assert max(map(len, fleet_table(found).splitlines())) <= 80
-    json.loads(fleet_document(found, exit_code=1))
+    assert "<script>\x1b" not in fleet_page(found)
+    assert "\u202e" not in fleet_page(found)
     with pytest.raises(LaunchError, match="Slurm"):
         drain_text(picture(answer(EVIL, case(MATMUL, "failed", message="slow"))))
 
@@ -103,13 +108,19 @@ def test_the_drain_file_is_what_schedulers_take():
     assert [line for line in drain_text(picture(answer("gpu-1"))).splitlines() if not line.startswith("#")] == []
 
 
-def test_the_json_has_every_cell():
+def test_the_page_has_the_matrix_of_nodes_and_tests():
     found = picture(*(answer(f"gpu-{number}") for number in range(6)), answer("gpu-8", values=[500]))
-    document = json.loads(fleet_document(found, exit_code=1))
-    assert document["nodes"][-1]["cells"][MATMUL]["outcome"] == "outlier"
-    assert document["nodes"][0]["cells"][MATMUL]["value"] == 730
-    assert [each["node"] for each in document["drain"]] == ["gpu-8"]
-    assert document["outliers"][0]["median"] == 730
+    page = fleet_page(found)
+    row = (
+        page.partition("Nodes and tests</caption>")[2].partition('<th scope="row">gpu-8</th>')[2].partition("</tr>")[0]
+    )
+    assert re.findall("<td.*?>(.*?)</td>", row) == ["behind", "OK"]
+    assert "7 nodes: 6 good, 1 to be drained" in page
+    assert 'class="verdict v-bad"' in page
+    assert 'class="verdict v-neutral"' in fleet_page(picture(*(answer(f"gpu-{number}") for number in range(6))))
+    assert "<h1>SIMULATED" in fleet_page(
+        picture(answer("gpu-0", device="simulated"), answer("gpu-1", device="simulated"))
+    )
 
 
 def test_journals_are_found_below_a_folder_each_once(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from written_runs import MATMUL, case, measured, place, write
 
@@ -52,12 +50,38 @@ def test_the_exit_code_says_whether_all_are_good(sweep, capsys, outcome, options
 
 def test_files_are_written_where_they_are_asked_for(sweep, capsys):
     node(sweep, 6, "failed")
-    assert main(["runs", "fleet", str(sweep), "--drain", "drain.txt", "--json", "fleet.json"]) == 1
+    assert main(["runs", "fleet", str(sweep), "--drain", "drain.txt", "--html", "fleet.html"]) == 1
     assert "[slurm]\ngpu-006\n" in (sweep.parent / "drain.txt").read_text()
-    assert json.loads((sweep.parent / "fleet.json").read_text())["exit"] == 1
+    assert "1 to be drained" in (sweep.parent / "fleet.html").read_text()
     assert "1 to be drained" in capsys.readouterr().out
-    assert main(["runs", "fleet", str(sweep), "--json", "-"]) == 1
-    assert json.loads(capsys.readouterr().out)["drain"][0]["node"] == "gpu-006"
+
+
+def test_a_history_names_the_gpus_that_fail_again_and_again(tmp_path, capsys):
+    def write_run(number, culprits, **more):
+        failed = case(
+            MATMUL, "failed" if culprits else "passed", measured([730, 600 if culprits else 729]), culprits=culprits
+        )
+        started = f"2026-01-0{number}T00:00:00+00:00"
+        write(tmp_path / "runs" / str(number), failed, run_id=str(number), started_at=started, **more)
+
+    for number, culprits in enumerate(([], [1], []), start=1):
+        write_run(number, culprits)
+    assert main(["runs", "history", str(tmp_path / "runs")]) == 0
+    write_run(4, [1])
+    assert main(["runs", "history", str(tmp_path / "runs"), "--html", str(tmp_path / "history.html")]) == 1
+    shown = capsys.readouterr().out
+    assert "gpu-a GPU 1 GPU-gpu-a-1  2 of 4  .F.F" in shown
+    assert "4 runs of 2 GPUs: 1 GPU failed in 2 runs or more, 0 in one" in shown
+    page = (tmp_path / "history.html").read_text()
+    assert page.count('class="chart-svg line-chart"') == 1
+    assert "gpu-a GPU 0" in page.partition("All GPUs")[2]
+    # Another GPU in that slot has not failed; one run of another kind is no history.
+    write_run(5, [], ranks=[place(0), place(1, uuid="GPU-new")])
+    assert main(["runs", "history", str(tmp_path / "runs")]) == 1
+    assert "2 of 4  .F.F_" in capsys.readouterr().out
+    write_run(6, [], rehearsal=True)
+    assert main(["runs", "history", str(tmp_path / "runs")]) == 5
+    assert main(["runs", "history", str(tmp_path / "none")]) == 3
 
 
 def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys):
@@ -79,7 +103,7 @@ def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys
         (["sweep", "--nodes", "gpu-[1"], 2, "--nodes: "),
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl/x"], 4, "--drain sweep/gpu-000/journal.jsonl/x: "),
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal; name another file"),
-        (["sweep", "--drain", "-", "--json", "-"], 2, "only one of them can use standard output"),
+        (["sweep", "--html", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal; name another file"),
         (["sweep", "rehearsal"], 5, "a REHEARSAL on cpu and a run on GPUs cannot"),
         (["joint"], 5, "none of these runs was on one node alone"),
     ],

@@ -359,12 +359,10 @@ def time_chart(bars: Sequence[Bar]) -> Markup:
 def spread_chart(rows: Sequence[tuple[str, JudgedMetric]], journal: Journal) -> Markup:
     """Return for each (test, value of several ranks) how all ranks compare with their median, worse ones to the left:
     the range as a line, its middle half as a box, a cross for each rank that misses the limit, and the worst's name."""
-    drawn = [(name, judged, ratios) for name, judged in rows if (ratios := _ratios(judged))][:_MOST_ROWS]
+    drawn = [(name, judged, ratios) for name, judged in rows if (ratios := ratios_to_median(judged))][:_MOST_ROWS]
     high = 15.0
     bottom = 8 + high * len(drawn)
-    drawing = Drawing(
-        _WIDTH, bottom + 40, title=f"{len(drawn)} values of all ranks beside their median", label="spread"
-    )
+    drawing = Drawing(_WIDTH, bottom + 40, title=f"{len(drawn)} values of all ranks and their median", label="spread")
     every = [100 * ratio for _, _, ratios in drawn for ratio in ratios.values()]
     low, end = span([*every, 99.0, 101.0])
     x = Scale(low=max(0.0, low), high=min(200.0, end), start=_NAMES + _CULPRIT_WIDTH, end=_WIDTH - 14)
@@ -389,8 +387,8 @@ def spread_chart(rows: Sequence[tuple[str, JudgedMetric]], journal: Journal) -> 
     return drawing.done()
 
 
-def _ratios(judged: JudgedMetric) -> dict[int, float]:
-    """Return how good each rank is beside the median, 1 for the same; empty for a value that does not spread."""
+def ratios_to_median(judged: JudgedMetric) -> dict[int, float]:
+    """Return how good each rank is compared with the median, 1 for the same; empty for a value that does not spread."""
     higher = is_better_higher(judged)
     values = {rank: value for rank, value in judged.values.items() if math.isfinite(value) and value > 0}
     if higher is None or len(values) < 3 or min(values.values()) == max(values.values()):

@@ -18,6 +18,8 @@ GOOD = "var(--good, #00785a)"
 BAD = "var(--bad, #b8460e)"
 ACCENT = "var(--accent, #0072b2)"
 
+Svg = Markup
+"""A finished drawing."""
 Point = tuple[float, float]
 SHAPES = ("circle", "square", "diamond", "cross")
 """Of marks."""

@@ -85,10 +85,7 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         {row.nodeid: f"c{n}" for n, row in enumerate(rows[:_ROWS], start=1)},
     )
     document = templates.get_template("page.html.j2").render(
-        style=_asset(templates, "page.css"),
-        script=_asset(templates, "page.js"),
-        style_hash=_digest(_asset(templates, "page.css")),
-        script_hash=_digest(_asset(templates, "page.js")),
+        **_assets(templates, "page.js"),
         overview=overview,
         tone=_tone(overview),
         heading=marked(overview.word, overview.kind),
@@ -133,6 +130,22 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         plugin_version=word(journal.run.plugin_version),
     )
     # The whole document, charts too.
+    return readable(document)
+
+
+def render_document(heading: str, *, is_good: bool, reasons: Sequence[str], parts: Iterable[tuple[str, object]]) -> str:
+    """Return a comparison of runs as one HTML document.
+
+    Args:
+        heading: its answer.
+        is_good: whether the answer is a good one.
+        reasons: a few lines below it.
+        parts: kind and content: "text", "items" (several texts), "table" (a ``Table``) or "chart" (an SVG).
+    """
+    templates = _environment()
+    document = templates.get_template("document.html.j2").render(
+        **_assets(templates), heading=heading, tone=_NEUTRAL if is_good else _BAD, reasons=reasons, parts=list(parts)
+    )
     return readable(document)
 
 
@@ -253,6 +266,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _assets(environment: Environment, script: str = "") -> dict[str, str]:
+    """Return style and script of a document, and the hashes by which its policy allows them."""
+    texts = {"style": _asset(environment, "page.css"), "script": _asset(environment, script) if script else Markup()}
+    return {**texts, **{f"{name}_hash": _digest(text) for name, text in texts.items()}}
 
 
 def _asset(environment: Environment, name: str) -> Markup:
