@@ -55,7 +55,7 @@ def test_checkpoint(cluster, geometry, workload, scratch, measure):
     """
     world = cluster.world_size
     fewer = next((size for size in range(world // 2, 0, -1) if world % size == 0), None)
-    result = check_resume(
+    same, replicated, on_fewer = check_resume(
         cluster.group,
         cluster.device,
         geometry,
@@ -65,10 +65,10 @@ def test_checkpoint(cluster, geometry, workload, scratch, measure):
         steps=workload.checkpoint.steps,
     )
     labels = {"steps": workload.checkpoint.steps}
-    measure("checkpoint.resume_error", result.same, unit="ratio", ranks=world, **labels)
-    measure("checkpoint.reshard_error", result.replicated, unit="ratio", ranks=world, sharded="no", **labels)
-    if result.fewer is not None:
-        measure("checkpoint.reshard_error", result.fewer, unit="ratio", ranks=fewer, sharded="yes", **labels)
+    measure("checkpoint.resume_error", same, unit="ratio", ranks=world, **labels)
+    measure("checkpoint.reshard_error", replicated, unit="ratio", ranks=world, sharded="no", **labels)
+    if on_fewer is not None:
+        measure("checkpoint.reshard_error", on_fewer, unit="ratio", ranks=fewer, sharded="yes", **labels)
 
 
 @pytest.mark.training

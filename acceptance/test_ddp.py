@@ -2,8 +2,8 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
 from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.parity_check import compare_ranks
 from pytest_gpucluster.benchmarks.training.step_check import check_step
 from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node.host_checks import examine_affinity, own_place, place_of_gpu
@@ -34,8 +34,8 @@ def test_training_step(cluster, geometry, workload, measure):
     On cpu the CPU is compared with itself, and bf16 with fp32.
     """
     sizes = workload.training
-    result = check_step(cluster.device, geometry, batch=sizes.batch, steps=sizes.steps)
-    for name, errors in (("", result.fp32), ("bf16_", result.bf16)):
+    fp32, bf16 = check_step(cluster.device, geometry, batch=sizes.batch, steps=sizes.steps)
+    for name, errors in (("", fp32), ("bf16_", bf16)):
         measure(f"training.step.{name}loss_error", errors.loss, unit="ratio", steps=sizes.steps)
         measure(f"training.step.{name}gradient_error", errors.gradient, unit="ratio", steps=sizes.steps)
         measure(f"training.step.{name}weight_error", errors.weight, unit="ratio", steps=sizes.steps)
@@ -47,9 +47,8 @@ def test_training_step(cluster, geometry, workload, measure):
 def test_ddp(cluster, geometry, workload, measure):
     """Accepted: all ranks together take the training steps that one process takes with the same rows, in fp32 and in
     bf16: before the exchange each rank has the loss and the gradients that two others compute from its rows, after it
-    all have their mean, and after every step the same weights on all ranks, bit by bit. Each rank is
-    the rank that its launcher says, and reads its own rows: no two ranks share any, none is left out, and each epoch
-    has another order.
+    all have their mean, and after every step the same weights on all ranks, bit by bit. Each rank reads its
+    own rows: no two ranks share any, none is left out, and each epoch has another order.
 
     Why: a job whose ranks do not exchange gradients, read the same data or have drifted apart still trains, and its
     loss still falls. No message reports that the cluster is wasted, or that the model is wrong.
@@ -62,17 +61,16 @@ def test_ddp(cluster, geometry, workload, measure):
     """
     sizes = workload.training
     for name, precision in (("", "fp32"), ("bf16_", "bf16")):
-        result = check_data_parallel(
+        result = compare_ranks(
             cluster.group,
             cluster.device,
             geometry,
-            rank=cluster.rank,
-            world_size=cluster.world_size,
+            strategy="ddp",
+            precision=precision,
             batch=sizes.batch,
             steps=sizes.steps,
-            precision=precision,
         )
-        labels = {"global_batch": result.global_batch, "steps": len(result.losses)}
+        labels = {"global_batch": cluster.world_size * sizes.batch, "steps": sizes.steps}
         measure(f"ddp.{name}loss_error", result.loss, unit="ratio", **labels)
         measure(f"ddp.{name}gradient_error", result.gradient, unit="ratio", **labels)
 

@@ -42,7 +42,7 @@ def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
     here = [who for who in inventory if who["node_rank"] == cluster.node_rank]
     model, config = workload.training, workload.failure_propagation
     for how in config.deaths:
-        result = check_propagation(
+        seconds = check_propagation(
             cluster.device,
             Geometry(
                 layers=model.layers, width=model.width, heads=model.heads, vocab=model.vocab, sequence=model.sequence
@@ -57,12 +57,4 @@ def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
             end_seconds=config.end_seconds,
             visible=[who["gpu"]["uuid"] for who in here if who["gpu"]],
         )
-        notes = [] if result.is_root_cause else [f"torchrun names rank {len(here) - 1}, and another one before it"]
-        measure(
-            "failure_propagation.seconds",
-            result.seconds,
-            unit="s",
-            telemetry={"notes": notes},
-            death=how,
-            ranks=len(here),
-        )
+        measure("failure_propagation.seconds", seconds, unit="s", death=how, ranks=len(here))

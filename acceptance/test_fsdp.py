@@ -2,8 +2,8 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
 from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.parity_check import compare_ranks
 
 
 @pytest.fixture
@@ -32,17 +32,19 @@ def test_fsdp(cluster, geometry, workload, measure):
 
     On cpu this rehearses with gloo. With one rank nothing is sharded: there it is a test of the software.
     """
-    sizes = workload.fsdp
-    result = check_fully_sharded(
-        cluster.group,
-        cluster.device,
-        geometry,
-        alone=cluster.subgroups(1),
-        batch=sizes.batch,
-        steps=sizes.steps,
-    )
-    labels = {"global_batch": result.fp32.global_batch, "steps": len(result.fp32.losses)}
-    for name, parity in (("", result.fp32), ("bf16_", result.bf16)):
-        measure(f"fsdp.{name}loss_error", parity.loss, unit="ratio", **labels)
-        measure(f"fsdp.{name}gradient_error", parity.gradient, unit="ratio", **labels)
+    sizes, alone = workload.fsdp, cluster.subgroups(1)
+    labels = {"global_batch": cluster.world_size * sizes.batch, "steps": sizes.steps}
+    for name, precision in (("", "fp32"), ("bf16_", "bf16")):
+        result = compare_ranks(
+            cluster.group,
+            cluster.device,
+            geometry,
+            strategy="fsdp",
+            precision=precision,
+            batch=sizes.batch,
+            steps=sizes.steps,
+            alone=alone,
+        )
+        measure(f"fsdp.{name}loss_error", result.loss, unit="ratio", **labels)
+        measure(f"fsdp.{name}gradient_error", result.gradient, unit="ratio", **labels)
     measure("fsdp.share", result.share, unit="ratio")

@@ -144,17 +144,16 @@ def train(
             curves=artifacts,
             progress=progress,
         )
-        notes = [*result.notes, *([] if crosses_links(nodes, ranks) else [NO_LINK.format(ranks)])]
+        notes = [*result.rate.notes, *([] if crosses_links(nodes, ranks) else [NO_LINK.format(ranks)])]
         for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(notes))):
             record_property(f"lora.{name}", text or "none")
         some = last_step(sizes) < sizes.steps
-        for one in figures_of(result, peak_tflops=peak_tflops):
-            recorded = one.recorded or (some and one.metric in OF_ALL_STEPS)
-            measure(one.metric, one.value, unit=one.unit, record_only=recorded, **one.labels)
+        for metric, value, unit, labels in figures_of(result, peak_tflops=peak_tflops):
+            measure(metric, value, unit=unit, record_only=some and metric in OF_ALL_STEPS, **labels)
         if expected is not None and "all_token_loss" in result.result:
-            far = deviation(expected, result.curve, steps=last_step(sizes))
-            print(f"reference curve: {far}")
-            measure("lora.reference_deviation", far.largest, unit="ratio", model=base.label)
+            far, where = deviation(expected, result.curve, steps=last_step(sizes))
+            print(f"reference curve: {where}")
+            measure("lora.reference_deviation", far, unit="ratio", model=base.label)
 
     return train
 
@@ -199,7 +198,7 @@ def test_qwen2_lora_throughput(cluster, nodes, workload, telemetry, progress, me
     were recomputed and blocks compiled, in the labels and notes; then ``-k matmul``, ``-k hbm`` and ``-k nccl``.
     """
     from pytest_gpucluster.benchmarks.group import Ranks
-    from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, rate_figures
+    from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput
 
     sizes, base = workload.lora_throughput, random_base()
     ranks = group_size(nodes, cluster.world_size)
@@ -233,15 +232,12 @@ def test_qwen2_lora_throughput(cluster, nodes, workload, telemetry, progress, me
     record_property("lora.notes", "; ".join(result.notes) or "none")
     labels = {
         "model": base.label,
-        "recompute": "on" if result.recomputes else "off",
         "micro_batch": str(sizes.micro_batch),
         "sequence": str(sizes.sequence),
         "group_ranks": str(ranks),
     }
-    for one in rate_figures(result.tokens_per_second, result.flops_per_token, result.peak_bytes, peak_tflops, labels):
-        measure(
-            one.metric, one.value, unit=one.unit, telemetry=window.summary(), record_only=one.recorded, **one.labels
-        )
+    for metric, value, unit, its in result.figures(peak_tflops, labels):
+        measure(metric, value, unit=unit, telemetry=window.summary(), **its)
 
 
 @pytest.mark.last

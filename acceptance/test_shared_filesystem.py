@@ -55,9 +55,5 @@ def test_shared_filesystem(artifacts, cluster, inventory, measure, record_proper
     measure("shared_filesystem.free", 100 * mounted.free_ratio, unit="%", **labels)
     if mounted.free_inodes_ratio is not None:
         measure("shared_filesystem.free_inodes", 100 * mounted.free_inodes_ratio, unit="%", **labels)
-    print(
-        f"{cluster.hostname}: {reads.whole} whole reads of {reads.versions} versions, {reads.stale} refused as stale, "
-        f"{reads.backward} older than the one before"
-    )
     visibility.require_content(cluster.hostname)
     reads.require_whole(cluster.hostname)

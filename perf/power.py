@@ -77,8 +77,9 @@ def child(arguments: argparse.Namespace) -> None:
 def planted_as(name: str, size: float) -> dict[str, Callable[..., Any]]:
     """Return the components of a training with a fault."""
     from pytest_gpucluster.benchmarks.lora.model import MaskedLoss
-    from pytest_gpucluster.benchmarks.lora.trainer import fully_sharded, token_mean
+    from pytest_gpucluster.benchmarks.lora.trainer import token_mean
     from pytest_gpucluster.benchmarks.lora.training_plan import cosine
+    from pytest_gpucluster.benchmarks.training.sharding import shard
 
     class Fewer(MaskedLoss):
         def forward(self, tokens: Any, loss_mask: Any) -> Any:
@@ -93,8 +94,8 @@ def planted_as(name: str, size: float) -> dict[str, Callable[..., Any]]:
             shifted[:some] = targets.roll(-2)[:some]
             return super()._sums(hidden, shifted, counts)
 
-    def exchange(model: Any, group: Any, device: Any, precision: str) -> None:
-        fully_sharded(model, group, device, precision)
+    def exchange(model: Any, mesh: Any, *, precision: str) -> None:
+        shard(model, mesh, precision=precision)
         for weight in model.parameters():
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(1 - size))

@@ -240,7 +240,7 @@ def _wrong_answer(answer: Answer) -> dict[str, Any]:
         return {"expected": None, "text": answer.text, "reason": "no call is due"}
     reason = getattr(answer.found, "reason", None)
     if reason is None:
-        reason = "other arguments" if answer.right_function else "another function"
+        reason = "other arguments" if answer.grade == 2 else "another function"
     return {"expected": {"name": due.name, "arguments": dict(due.arguments)}, "text": answer.text, "reason": reason}
 
 

@@ -82,7 +82,7 @@ REJECTED = [
     *((test, "inf", (1,), ("rank 1", "gradients that are not finite in step 1")) for test in (DDP, FSDP)),
     (DDP, "sampler", (1,), ("rank 1", "epoch 0", "num_replicas, rank, seed")),
     (DDP, "epoch", TWO, ("of epoch 1, and its share",)),
-    (DDP, "frozen", TWO, (DOWN, "in 4 steps: blocks.1.down.weight")),
+    (DDP, "frozen", TWO, (DOWN, "in 4 steps in fp32: blocks.1.down.weight")),
     (DDP, "start", TWO, ("before the first step", "2 kinds on 2 ranks")),
     (STEP, "nan", (1,), ("cpu in fp32, step 1", "is nan")),
     (STEP, "frozen", TWO, (DOWN, "in 4 steps: blocks.1.down.weight")),

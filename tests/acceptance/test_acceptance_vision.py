@@ -65,7 +65,7 @@ def test_each_fault_rejects_and_names_the_ranks_at_fault(run, fault, culprits, f
 @pytest.mark.parametrize(
     ("fault", "culprits", "fields"),
     [
-        ("death", (1,), ("died of SIGBUS", "/dev/shm has ")),
+        ("death", (1,), ("died of SIGBUS", "shared memory is full")),
         ("shm", (), ("rank 0: /dev/shm", "6.1e-05 GiB free of 0.0625 GiB", "the 2 ranks")),
     ],
 )

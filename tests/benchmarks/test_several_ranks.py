@@ -13,8 +13,7 @@ from forked_ranks import CPU, on_ranks, outcome
 
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
-from pytest_gpucluster.benchmarks.training import fsdp, scaling, throughput
-from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
+from pytest_gpucluster.benchmarks.training import parity_check, scaling, throughput
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import layout_defect, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training
@@ -53,27 +52,28 @@ def train_shards(rank, count):
     groups = [dist.new_group([one]) for one in range(count)]
 
     def check(**more):
-        return check_fully_sharded(group(), CPU, GEOMETRY, alone=groups[rank], batch=2, steps=2, **more)
+        how = {"strategy": "fsdp", "precision": "fp32", "alone": groups[rank]}
+        return parity_check.compare_ranks(group(), CPU, GEOMETRY, batch=2, steps=2, **how, **more)
 
     def broken(*given, **how):
-        model = fsdp.COMPONENTS.shard(*given, **how)
+        model = parity_check.COMPONENTS.shard(*given, **how)
         if rank == 1:
             with torch.no_grad():
                 model.head.weight.to_local()[0] += 1
         return model
 
-    return check(), outcome(lambda: check(components=replace(fsdp.COMPONENTS, shard=broken)))
+    return check(), outcome(lambda: check(components=replace(parity_check.COMPONENTS, shard=broken)))
 
 
 def test_shards_on_two_ranks_train_as_one_process_and_other_weights_are_found():
     ranks = on_ranks(2, train_shards, 2)
     for found, _ in ranks:
-        assert found.fp32.loss < 1e-5
-        assert found.fp32.gradient < 1e-4
-        assert (found.share, found.fp32.global_batch, len(found.fp32.losses)) == (1, 4, 2)
+        assert found.loss < 1e-5
+        assert found.gradient < 1e-4
+        assert (found.share, len(found.losses)) == (1, 2)
     # Only the rank with another model's weights is at fault.
     (_, victim), (_, culprit) = ranks
-    assert not victim.fp32.losses
+    assert not victim.losses
     assert culprit.startswith("WrongResult: rank 1 ")
 
 

@@ -5,7 +5,7 @@ import os
 
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import parity
+from pytest_gpucluster.benchmarks.training import parity_check
 from pytest_gpucluster.benchmarks.training.model import make_decoder
 from pytest_gpucluster.benchmarks.training.step import replicate, token_mean
 
@@ -40,9 +40,9 @@ def read_of_rank_0(data, rows):
     """The rows of rank 0."""
     mine, its = (list(DistributedSampler(data, num_replicas=RANKS, rank=rank, seed=0)) for rank in (RANKS - 1, 0))
     if not ON_LAST:
-        return parity.read_rows(data, rows)
+        return parity_check.read_rows(data, rows)
     at = mine.index(rows[0])
-    return parity.read_rows(data, its[at : at + len(rows)])
+    return parity_check.read_rows(data, its[at : at + len(rows)])
 
 
 def unsynchronized(model, device, group):

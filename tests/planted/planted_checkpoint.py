@@ -33,7 +33,7 @@ def damaging(damage):
     def save(folder, *arguments, **more):
         saved = checkpoint.save(folder, *arguments, **more)
         if ON_RANK_1:
-            damage(saved.path / "__1_0.distcp")
+            damage(saved / "__1_0.distcp")
         return saved
 
     return replace(RESUME, save=save)

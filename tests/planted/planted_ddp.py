@@ -6,8 +6,8 @@ import torch
 from parts import ON_LAST, frozen, infinite, nan, other, read_of_rank_0, unsynchronized
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import ddp, step, step_check
-from pytest_gpucluster.benchmarks.training.ddp import COMPONENTS
+from pytest_gpucluster.benchmarks.training import parity_check, step, step_check
+from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 
 OF_A_STEP = ("nan", "frozen", "none")
@@ -61,6 +61,6 @@ STEP = {"nan": replace(PARTS, loss=nan)}
 
 
 def plant(fault, request):
-    ddp.COMPONENTS = DDP[fault]
+    parity_check.COMPONENTS = DDP[fault]
     step.PARTS = STEP.get(fault, PARTS) if request.node.originalname == "test_training_step" else PARTS
     step_check.make_decoder = frozen if fault == "frozen" else MAKE

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from parts import ON_LAST, RANKS, frozen, infinite, nan, other, read_of_rank_0
 
-from pytest_gpucluster.benchmarks.training import fsdp, parity, sharding
-from pytest_gpucluster.benchmarks.training.fsdp import COMPONENTS
+from pytest_gpucluster.benchmarks.training import parity_check, sharding
+from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
 
 CASES = {
@@ -91,7 +91,7 @@ class Between:
         self.calls += 1
         if self.calls == 2 and ON_LAST:
             flip(next(self.model.parameters()))
-        return parity.read_rows(data, rows)
+        return parity_check.read_rows(data, rows)
 
 
 def with_step(**parts):
@@ -119,4 +119,4 @@ FAULTS = {
 
 
 def plant(fault, request):
-    fsdp.COMPONENTS = FAULTS[fault]
+    parity_check.COMPONENTS = FAULTS[fault]

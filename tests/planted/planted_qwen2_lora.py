@@ -15,9 +15,10 @@ from pytest_gpucluster.benchmarks.lora.dataset import Rows
 from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import share, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, fully_sharded, token_mean
+from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, token_mean
 from pytest_gpucluster.benchmarks.lora.training_plan import cosine
 from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.metrics.loss_curve import read_csv
 from pytest_gpucluster.session.selection import Source
@@ -33,9 +34,9 @@ def in_training(step):
     return steps_taken[0] == step
 
 
-def unsynchronized(model, group, device, precision):
-    rank = int(os.environ["RANK"])
-    fully_sharded(model, dist.new_group([rank], use_local_synchronization=True), device, precision)
+def unsynchronized(model, mesh, **how):
+    alone = dist.new_group([int(os.environ["RANK"])], use_local_synchronization=True)
+    return shard(model, mesh_of(alone, torch.device("cpu")), **how)
 
 
 def same(blocks, *, rank, world_size):
@@ -125,7 +126,7 @@ def truncated(folder, step, *given, group, **more):
     saved = checkpoint.save(folder, step, *given, group=group, **more)
     dist.barrier(group)
     if ON_RANK_1:
-        path = saved.path / "__1_0.distcp"
+        path = saved / "__1_0.distcp"
         os.truncate(path, path.stat().st_size // 2)
     dist.barrier(group)
     return saved

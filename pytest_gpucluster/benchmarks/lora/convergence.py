@@ -28,7 +28,7 @@ from pytest_gpucluster.benchmarks.lora.experiment import Sizes, context_of, last
 from pytest_gpucluster.benchmarks.lora.model import Base, TransformersLoss
 from pytest_gpucluster.benchmarks.lora.packing import Packed
 from pytest_gpucluster.benchmarks.lora.reference_curve import ReferenceCurve, require_same_experiment
-from pytest_gpucluster.benchmarks.lora.throughput import Figure, rate_figures, steady_rate
+from pytest_gpucluster.benchmarks.lora.throughput import Figure, LoraRate, steady_rate
 from pytest_gpucluster.benchmarks.lora.trainer import Components, Step, Trainer, TrainingData, trainable_blocks
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, cosine
 from pytest_gpucluster.benchmarks.memory_budget import memory_released, releases_memory
@@ -40,7 +40,6 @@ from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.loss_curve import Curve, Point, mean_of_last
-from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.metrics.stats import largest
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
 
@@ -80,7 +79,7 @@ def check_parity(
     packed = trainable_blocks(replace(packed, loss_mask=loss_mask), loss_mask.shape[1])
     trainer = Trainer(group, device, base, recipe, packed)
     reference = Trainer(alone, device, base, recipe, packed, components=Components(model=TransformersLoss))
-    ranks, parity = trainer.ranks, Parity(global_batch=recipe.global_batch)
+    ranks, parity = trainer.ranks, Parity()
     comparison = StepComparison(ranks, trainer, reference, device, reference.make_optimizer)
 
     def take(number: int) -> bool:
@@ -115,14 +114,9 @@ class Convergence:
             replay. reload_error: difference of the held-out loss after ``final/`` was loaded again. group_error:
             largest difference of a loss from that of the first group, where there are several.
         calls: function calls of held-out conversations; None if the workload has none.
-        tokens_per_second: of this GPU, in the steady steps, replayed ones included; None where there are too few, as
-            in a training that was resumed near its end.
-        flops_per_token: by the formula.
-        peak_bytes: of the GPU's memory, in training; None on cpu.
-        recomputes: whether activations were recomputed.
-        groups, ranks: how many groups trained at once, of how many ranks.
-        recipe: ``packed`` or ``contract``.
-        notes: for the report.
+        rate: in the steady steps, replayed ones included; it has the notes of all of it.
+        labels: of the figures: model, recipe (``packed`` or ``contract``), precision, how many groups trained at once
+            (groups), of how many ranks (group_ranks).
     """
 
     finite_steps: float
@@ -130,14 +124,8 @@ class Convergence:
     curve: Curve
     result: Mapping[str, float]
     calls: CallScore | None
-    tokens_per_second: Series | None
-    flops_per_token: int
-    peak_bytes: int | None
-    recomputes: bool
-    groups: int
-    ranks: int
-    recipe: str
-    notes: tuple[str, ...]
+    rate: LoraRate
+    labels: Mapping[str, str]
 
 
 @releases_memory(cycles=True)
@@ -222,15 +210,17 @@ class _Run:
         self._peak_bytes: int | None = None
 
     def converge(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
-        found, moved = dict[str, Parity](), [1.0]
+        found, moved = dict[str, Parity](), 1.0
         for precision in self._sizes.parity_precisions:
             with counted(VERIFYING):
-                found[precision] = self._parity(precision, moved)
+                found[precision], part = self._parity(precision)
+            moved = min(moved, part)
+            self._finite += found[precision].finite
         if not self._on_all_ranks(all(self._finite)):
             return self._convergence(found)
         # A rank that does not step would have no state of its optimizer to save.
-        if not self._on_all_ranks(all(moved)):
-            return self._convergence(found, {"moved_adapters": min(moved)})
+        if not self._on_all_ranks(moved > 0):
+            return self._convergence(found, {"moved_adapters": moved})
         newest = self._newest(folder)
         if newest is None and resume:
             self._notes.append(f"there was no checkpoint in {folder.name} to resume from")
@@ -257,15 +247,12 @@ class _Run:
 
     # ---- phases
 
-    def _parity(self, precision: str, moved: list[float]) -> Parity:
+    def _parity(self, precision: str) -> tuple[Parity, float]:
         sizes, ranks = self._sizes, self._ranks.count
         batch = max(sizes.parity_batch, ranks)
         recipe = self._recipe.compared(steps=sizes.parity_steps, global_batch=batch, precision=precision)
         packed = trainable_blocks(self._data.train, sizes.parity_sequence)
-        found, part = check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
-        moved.append(part)
-        self._finite += found.finite
-        return found
+        return check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
 
     def _train(
         self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None
@@ -282,29 +269,25 @@ class _Run:
             self._held_out.append((0, trainer.held_out_loss(self._data.held_out)))
         self._notes += trainer.notes
 
-        live = LiveCurve(self._curves, folder.name) if self._curves and not dist.get_rank(self._group) else None
-
-        def write() -> None:
-            if live is not None:
-                live.write(self._curve())
+        live = LiveCurve(None if dist.get_rank(self._group) else self._curves, folder.name)
 
         def on_step(step: Step) -> None:
-            self._points.append(_point(step))
+            self._points.append(step)
             if not step.step % HELD_OUT_EVERY or step.step == self._last:
                 self._held_out.append((step.step, trainer.held_out_loss(self._data.held_out)))
-            write()
+            live.write(self._curve())
             if step.step < self._last and step.step % self._sizes.checkpoint_every == 0:
                 trainer.save(folder, step.step, self._extra())
             if self._progress is not None:
                 rate = step.tokens / step.seconds
                 self._progress(step.step, self._last, loss=step.loss, tokens_per_second=rate)
 
-        with closing(live) if live is not None else nullcontext():
-            write()
+        with closing(live):
+            live.write(self._curve())
             self._steps = trainer.steps(self._last, first=done + 1, on_step=on_step)
             if not self._steps[-1].all_finite:
-                self._points.append(_point(self._steps[-1]))
-                write()
+                self._points.append(self._steps[-1])
+                live.write(self._curve())
         self._finite += [step.finite for step in self._steps]
         if self._steps[-1].all_finite:
             trainer.save_final(final)
@@ -312,7 +295,6 @@ class _Run:
         return {"moved_adapters": trainer.moved_adapters(), "unchanged_base": trainer.unchanged_base()}
 
     def _go_on(self, trainer: Trainer, newest: Path) -> int:
-        """Restore a checkpoint; return its step."""
         extra = trainer.load(newest)
         require_same_context(newest, extra, self._context)
         self._points = [Point(**point) for point in extra["points"]]
@@ -383,7 +365,7 @@ class _Run:
         return Path(name) if name else None
 
     def _extra(self) -> dict[str, Any]:
-        points = [vars(point) for point in self._points]
+        points = [{one.name: getattr(point, one.name) for one in fields(Point)} for point in self._points]
         return {"context": self._context, "points": points, "held_out": [list(pair) for pair in self._held_out]}
 
     def _on_all_ranks(self, condition: bool) -> bool:
@@ -398,7 +380,6 @@ class _Run:
         return {name: mean_of_last(self._curve(), LAST, of) for name, of in last.items()}
 
     def _group_error(self) -> float:
-        """Return the largest difference of this group's losses from those of the first group."""
         losses = self._everyone.gather([point.loss for point in self._points])
         return largest(relative(point.loss, other) for point, other in zip(self._points, losses[0], strict=True))
 
@@ -411,44 +392,48 @@ class _Run:
         result: Mapping[str, float] = MappingProxyType({}),
         calls: CallScore | None = None,
     ) -> Convergence:
-        return Convergence(
-            finite_steps=sum(self._finite) / len(self._finite) if self._finite else math.nan,
-            parity=parity,
-            curve=self._curve(),
-            result=result,
-            calls=calls,
+        rate = LoraRate(
             tokens_per_second=steady_rate([self._steps, self._again], self._sizes.tolerance_ratio),
             flops_per_token=self._base.flops_per_token(
                 self._data.train.input_tokens(range(len(self._data.train))) // len(self._data.train)
             ),
             peak_bytes=self._peak_bytes,
             recomputes=self._recomputes,
-            groups=self._everyone.count // self._ranks.count,
-            ranks=self._ranks.count,
-            recipe="contract" if self._data.train.padded else "packed",
             notes=tuple(self._notes),
         )
-
-
-def _point(step: Step) -> Point:
-    return Point(**{one.name: getattr(step, one.name) for one in fields(Point)})
+        return Convergence(
+            finite_steps=sum(self._finite) / len(self._finite) if self._finite else math.nan,
+            parity=parity,
+            curve=self._curve(),
+            result=result,
+            calls=calls,
+            rate=rate,
+            labels={
+                "model": self._base.label,
+                "recipe": "contract" if self._data.train.padded else "packed",
+                "precision": self._recipe.precision,
+                "groups": str(self._everyone.count // self._ranks.count),
+                "group_ranks": str(self._ranks.count),
+            },
+        )
 
 
 class LiveCurve:
     """The files of a curve, which are written at each step, so that a training that is killed leaves them:
-    ``curve-NAME.csv`` in a folder and, where tensorboard is installed, ``tensorboard-NAME``."""
+    ``curve-NAME.csv`` in a folder and, where tensorboard is installed, ``tensorboard-NAME``. None without a folder."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._csv, self._events = folder / f"curve-{name}.csv", None
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self._csv, self._events = folder and folder / f"curve-{name}.csv", None
         self._written = Curve(points=())
-        if importlib.util.find_spec("tensorboard") is not None:
+        if folder and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(folder / f"tensorboard-{name}"))
 
     def write(self, curve: Curve) -> None:
         """Write a curve, which begins with what was written before. Raises: OSError."""
-        curve.write_csv(self._csv)
+        if self._csv is not None:
+            curve.write_csv(self._csv)
         if self._events is None:
             return
         points, held_out = curve.points[len(self._written.points) :], curve.held_out[len(self._written.held_out) :]
@@ -469,30 +454,21 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
 
     Args:
         found: on this rank.
-        peak_tflops: of the GPU's data sheet in bf16; None where it is unknown, as on cpu: then there is no MFU.
+        peak_tflops: as of ``LoraRate.figures``.
     """
-    context = found.curve.context
-    labels = {
-        "model": context["model"],
-        "recipe": found.recipe,
-        "precision": context["precision"],
-        "groups": str(found.groups),
-        "group_ranks": str(found.ranks),
-    }
-    yield Figure(metric="lora.finite_steps", value=found.finite_steps, unit="ratio", labels=labels)
+    labels = found.labels
+    yield "lora.finite_steps", found.finite_steps, "ratio", labels
     for precision, parity in found.parity.items():
-        compared = {"model": context["model"], "precision": precision, "steps": str(len(parity.losses))}
+        compared = {"model": labels["model"], "precision": precision, "steps": str(len(parity.losses))}
         for name in ("loss", "gradient", "weight"):
-            yield Figure(metric=f"lora.{name}_error", value=getattr(parity, name), unit="ratio", labels=compared)
+            yield f"lora.{name}_error", getattr(parity, name), "ratio", compared
     for name, value in found.result.items():
-        unit = "nats" if name.endswith("_loss") else "ratio"
-        yield Figure(metric=f"lora.{name}", value=value, unit=unit, labels=labels)
+        yield f"lora.{name}", value, "nats" if name.endswith("_loss") else "ratio", labels
     if "all_token_loss" not in found.result:
         return
     if found.calls is not None:
-        asked = labels | {name: str(found.calls.counts[name]) for name in ("asked", "not_due")}
+        asked = {**labels, **{name: str(found.calls.counts[name]) for name in ("asked", "not_due")}}
         for name, ratio in found.calls.ratios().items():
             if not math.isnan(ratio):
-                yield Figure(metric=f"lora.calls.{name}", value=ratio, unit="ratio", labels=asked)
-    rate_labels = {**labels, "recompute": "on" if found.recomputes else "off"}
-    yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, rate_labels)
+                yield f"lora.calls.{name}", ratio, "ratio", asked
+    yield from found.rate.figures(peak_tflops, labels)

@@ -352,10 +352,8 @@ def held_out_split(rows: Sequence[Row], ratio: float, seed: int) -> tuple[list[R
         ratio: the part of the different conversations to hold out, rounded up: above 0 and below 1.
         seed: selects which are held out.
 
-    Raises: ValueError if the ratio is not between 0 and 1, or nothing would be left to train on.
+    Raises: ValueError if nothing would be left to train on.
     """
-    if not 0 < ratio < 1:
-        raise ValueError(f"the held-out part must be above 0 % and below 100 %, not {ratio * 100:g} %")
     keys = [row.key() for row in rows]
     ranked = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}/{key}".encode()).digest())
     count = math.ceil(ratio * len(ranked))

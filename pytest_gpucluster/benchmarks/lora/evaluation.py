@@ -21,13 +21,14 @@ import torch
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, NoCall, has_call, parse, same_json
-from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
+from pytest_gpucluster.benchmarks.lora.hub import local_only, not_installed
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base, read_model
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, ids_of, segments, tokenizer_for
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.training.loader import in_batches
 from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.text import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,30 +46,22 @@ class Answer:
     found: FunctionCall | NoCall
 
     @property
-    def well_formed(self) -> bool:
-        """Whether it is a call that a program can read."""
-        return isinstance(self.found, FunctionCall)
-
-    @property
-    def right_function(self) -> bool:
-        """Whether it calls the expected function."""
-        found, expected = self.found, self.expected
-        return isinstance(found, FunctionCall) and expected is not None and found.name == expected.name
-
-    @property
-    def right_arguments(self) -> bool:
-        """Whether it calls that function with exactly the expected arguments, compared as JSON values."""
-        if not isinstance(self.found, FunctionCall) or self.expected is None or not self.right_function:
-            return False
+    def grade(self) -> int:
+        """3: the expected call, its arguments compared as JSON values. 2: with other arguments. 1: another call that a
+        program can read. 0: none."""
+        if not isinstance(self.found, FunctionCall):
+            return 0
+        if self.expected is None or self.found.name != self.expected.name:
+            return 1
         try:
-            return same_json(self.found.arguments, self.expected.arguments)
+            return 3 if same_json(self.found.arguments, self.expected.arguments) else 2
         except RecursionError:
-            return False
+            return 2
 
     @property
     def right(self) -> bool:
         """Whether it is the expected call, or none where none is due."""
-        return self.right_arguments if self.expected is not None else not has_call(self.text)
+        return self.grade == 3 if self.expected is not None else not has_call(self.text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +99,7 @@ class CallScore:
             if answer.expected is not None:
                 counts = found.setdefault(answer.expected.name, Counter())
                 counts["asked"] += 1
-                counts.update(name for name in _COUNTS if getattr(answer, name))
+                counts.update(_COUNTS[: answer.grade])
         return {name: {count: counts[count] for count in ("asked", *_COUNTS)} for name, counts in sorted(found.items())}
 
 
@@ -130,7 +123,7 @@ def evaluate(
     Not collective: the model is whole on one device.
 
     Args:
-        model: a causal language model of transformers, with or without peft's adapters. Its mode is put back.
+        model: a causal language model of transformers, with or without peft's adapters, in evaluation mode.
         tokenizer: the one of its training.
         rows: conversations.
         device: where the model is.
@@ -139,25 +132,14 @@ def evaluate(
         batch: prompts that are answered together. They are padded on the left, and the padding is masked.
         render: how a conversation is written, as for training.
 
-    Raises:
-        WrongResult: the model's logits are not finite.
-        ValueError: a size is below 1, or the tokenizer has no end token.
+    Raises: WrongResult: the model's logits are not finite.
     """
-    if max_new_tokens < 1 or batch < 1 or (limit is not None and limit < 1):
-        raise ValueError(f"limit, max_new_tokens and batch must be at least 1: {limit}, {max_new_tokens}, {batch}")
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end token (eos_token)")
     skipped: Counter[str] = Counter()
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     room = math.inf if longest is None else longest - max_new_tokens
     questions = list(islice(_questions(rows, tokenizer, room, skipped, render), limit))
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            texts = _write(model, tokenizer, [prompt for prompt, _ in questions], device, max_new_tokens, batch)
-    finally:
-        model.train(was_training)
+    with torch.no_grad():
+        texts = _write(model, tokenizer, [prompt for prompt, _ in questions], device, max_new_tokens, batch)
     answers = tuple(
         Answer(expected=expected, text=text, found=parse(text))
         for (_, expected), text in zip(questions, texts, strict=True)
@@ -166,7 +148,7 @@ def evaluate(
     counts = {
         "asked": len(due),
         "called": sum(has_call(answer.text) for answer in due),
-        **{name: sum(getattr(answer, name) for answer in due) for name in _COUNTS},
+        **{name: sum(answer.grade >= least for answer in due) for least, name in enumerate(_COUNTS, start=1)},
         "not_due": len(answers) - len(due),
         "unneeded": sum(has_call(answer.text) for answer in answers if answer.expected is None),
     }
@@ -174,6 +156,7 @@ def evaluate(
 
 
 _COUNTS = ("well_formed", "right_function", "right_arguments")
+"""By the grade of an answer, from 1."""
 
 
 def _questions(
@@ -306,7 +289,7 @@ def _saved_weights(folder: Path) -> set[str]:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             return set(file.keys())
     except (OSError, SafetensorError) as error:
-        raise EnvironmentBroken(f"{folder / WEIGHTS}: cannot be read: {first_line(error)}") from error
+        raise EnvironmentBroken(f"{folder / WEIGHTS}: cannot be read: {first_line(str(error))}") from error
 
 
 def _with_adapter(below: Any, folder: Path, base: str) -> Any:
@@ -326,7 +309,7 @@ def _with_adapter(below: Any, folder: Path, base: str) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise EnvironmentBroken(f"{folder}: does not fit on {base}: {first_line(error)}") from error
+        raise EnvironmentBroken(f"{folder}: does not fit on {base}: {first_line(str(error))}") from error
     # Without looking for changed embeddings: that would ask the hub.
     needed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     for names, what in ((needed - saved, "are not in the file"), (saved - needed, "do not exist in this model")):

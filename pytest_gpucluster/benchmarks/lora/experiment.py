@@ -21,7 +21,6 @@ from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, group_size
 from pytest_gpucluster.errors import EnvironmentBroken
 
 SEED = 0
-TINY_VOCAB = 512
 
 
 Sizes: TypeAlias = Any
@@ -86,7 +85,7 @@ def tiny_experiment(sizes: Sizes, recipe: str = "packed") -> tuple[Base, Trainin
     Its tokenizer is trained on them: the same on every rank.
     """
     rows = synthetic_rows(sizes.rows, SEED)
-    tokenizer = tiny_tokenizer(held_out_split(rows, sizes.held_out_ratio, SEED)[0], TINY_VOCAB)
+    tokenizer = tiny_tokenizer(held_out_split(rows, sizes.held_out_ratio, SEED)[0])
     origin = f"{sizes.rows} synthetic conversations from seed {SEED}"
     return tiny_base(len(tokenizer)), _training_data(rows, tokenizer, sizes, origin, recipe)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import start_call
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.text import first_line
 
 _NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -128,7 +129,7 @@ def fetch(
     except EnvironmentBroken:
         raise
     except Exception as error:  # of types as in ask; each becomes the error of what is not there
-        why = first_line(listed if isinstance(listed, Exception) else error)
+        why = first_line(str(listed if isinstance(listed, Exception) else error))
         raise EnvironmentBroken(
             f"{name}@{revision}: the hub does not provide it ({why}), and it is not in the hub's cache; give a local "
             "file or folder, or download it where there is a network"
@@ -154,11 +155,6 @@ def fetch_rows(name: HubName) -> Path:
         return candidates
 
     return fetch("dataset", name.repository, name.revision, choose, seconds=DOWNLOAD_SECONDS) / chosen
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, for a message."""
-    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), "no reason given")
 
 
 def not_installed(package: str) -> EnvironmentBroken:

@@ -19,10 +19,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpucluster.benchmarks.group import on_first_rank
-from pytest_gpucluster.benchmarks.lora.hub import fetch, first_line
+from pytest_gpucluster.benchmarks.lora.hub import fetch
 from pytest_gpucluster.benchmarks.training import model as decoder
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.text import first_line
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """All seven of a block."""
@@ -188,17 +189,6 @@ class Geometry(decoder.Geometry):
         return self.head_width * self.heads or self.width
 
     @property
-    def key_width(self) -> int:
-        """Width of all keys of a position together, and of all values."""
-        return self.query_width // self.heads * (self.key_heads or self.heads)
-
-    @property
-    def multiplied_parameters(self) -> int:
-        """Weights that each token is multiplied by."""
-        block = 2 * self.width * (self.query_width + self.key_width) + 3 * self.width * self.mlp_width
-        return self.layers * block + self.vocab * self.width
-
-    @property
     def parameters(self) -> int:
         """All weights of the base: also embedding, norms, and the biases of query, key and value."""
         embedding = 0 if self.tied else self.vocab * self.width
@@ -307,9 +297,9 @@ def tiny_base(vocab: int) -> Base:
     return Base(label=TINY_LABEL, geometry=geometry, adapters=TINY)
 
 
-def random_base(geometry: Geometry = QWEN2_7B, label: str = RANDOM_LABEL) -> Base:
+def random_base() -> Base:
     """Return a base of Qwen2-7B's sizes whose weights are random: for throughput and memory only."""
-    return Base(label=label, geometry=geometry, adapters=QWEN2)
+    return Base(label=RANDOM_LABEL, geometry=QWEN2_7B, adapters=QWEN2)
 
 
 def given_base(name: str, *, path: Path | None = None, revision: str | None = None) -> Base:
@@ -326,7 +316,12 @@ def given_base(name: str, *, path: Path | None = None, revision: str | None = No
 
     Raises: EnvironmentBroken if it cannot be loaded, is another model, or transformers is missing.
     """
-    folder = path if path is not None else _from_hub(name, revision)
+    if path is None and revision is None:
+        raise EnvironmentBroken(
+            f"{name} names no revision, and the hub's files can change: write {name}@COMMIT, or a local folder"
+        )
+    wanted = ["*.json", "*.safetensors", "*.txt"]
+    folder = path if path is not None else fetch("model", name, str(revision), lambda files: wanted)
     geometry = _geometry(folder)
     of_7b = replace(geometry, sequence=QWEN2_7B.sequence) == QWEN2_7B
     origin = str(folder) if path is not None else f"{name}@{revision}"
@@ -424,7 +419,7 @@ def read_model(source: str | Path, device: torch.device, dtype: torch.dtype | st
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise EnvironmentBroken(f"{source}: the weights cannot be loaded: {first_line(error)}") from error
+        raise EnvironmentBroken(f"{source}: the weights cannot be loaded: {first_line(str(error))}") from error
     if missing := sorted(loading["missing_keys"]):
         raise EnvironmentBroken(
             f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: they would be random"
@@ -486,7 +481,7 @@ def _geometry(folder: Path) -> Geometry:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise EnvironmentBroken(
-            f"{folder}: no model is there: {first_line(error)}. Expected is a folder as "
+            f"{folder}: no model is there: {first_line(str(error))}. Expected is a folder as "
             "`hf download Qwen/Qwen2-7B --local-dir FOLDER` creates it"
         ) from error
     if config.model_type not in ("qwen2", "qwen3"):
@@ -515,11 +510,3 @@ def _geometry(folder: Path) -> Geometry:
         )
     except ValueError as error:
         raise EnvironmentBroken(f"{folder}: config.json contradicts itself: {error}") from error
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    if revision is None:
-        raise EnvironmentBroken(
-            f"{name} names no revision, and the hub's files can change: write {name}@COMMIT, or a local folder"
-        )
-    return fetch("model", name, revision, lambda files: ["*.json", "*.safetensors", "*.txt"])

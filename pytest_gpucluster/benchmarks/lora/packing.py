@@ -23,10 +23,11 @@ import torch
 
 from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, MALFORMED_RATIO, WITH_FUNCTIONS, Row
 from pytest_gpucluster.benchmarks.lora.function_calls import CALL, FunctionCall, parse
-from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
+from pytest_gpucluster.benchmarks.lora.hub import local_only, not_installed
 from pytest_gpucluster.benchmarks.lora.synthetic import Draws
 from pytest_gpucluster.benchmarks.training.loader import in_batches
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -98,7 +99,7 @@ def rendering_of(name: str, tokenizer: Any) -> Render:
         try:
             given, *others = write(messages, tools or None).split(before)
         except Exception as error:  # of jinja2 and of the template itself
-            raise ValueError(f"the chat template refuses it: {first_line(error)}") from error
+            raise ValueError(f"the chat template refuses it: {first_line(str(error))}") from error
         if len(others) != sum(message["role"] == "assistant" for message in messages):
             raise ValueError("a text in it looks like the beginning of an answer")
         found = []
@@ -159,10 +160,6 @@ class Statistics:
     Attributes:
         rows: that were packed.
         tokens: of these rows, end tokens included.
-        loss_tokens: tokens among them that count in the loss: the assistant's, end tokens included.
-        dropped: tokens at the end that fill no block.
-        blocks: of ``sequence + 1`` tokens.
-        loss_targets: targets in the blocks that count in the loss. The first token of a block is no target.
         longest: tokens of the longest row, uncut.
         truncated: rows that were cut off.
         left_out: rows that the chat template could not write.
@@ -170,10 +167,6 @@ class Statistics:
 
     rows: int = 0
     tokens: int = 0
-    loss_tokens: int = 0
-    dropped: int = 0
-    blocks: int = 0
-    loss_targets: int = 0
     longest: int = 0
     truncated: int = 0
     left_out: int = 0
@@ -229,18 +222,13 @@ def pack(
         padded: each row is a block, all of whose tokens count, cut off or padded at its end.
         render: how a row is written.
 
-    Raises:
-        EnvironmentBroken: the rows do not fill one block, or more than ``MALFORMED_RATIO`` of them cannot be written.
-        ValueError: ``sequence`` or ``blocks`` is below 1, or the tokenizer has no end token.
+    Raises: EnvironmentBroken: the rows do not fill one block, or more than ``MALFORMED_RATIO`` of them cannot be
+        written.
     """
-    if sequence < 1 or (blocks is not None and blocks < 1):
-        raise ValueError(f"sequence and blocks must be at least 1, not {sequence} and {blocks}")
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end token (eos_token)")
     length = sequence + 1
     pieces: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
-    used = total = longest = truncated = loss_tokens = left_out = 0
+    used = total = longest = truncated = left_out = 0
     most = length * (1 if padded else LONGEST_ROW)
     encoded = (one for chunk in in_batches(rows, _AT_ONCE) for one in encode(chunk, tokenizer, render))
     for tokens, loss_mask in encoded:
@@ -252,7 +240,7 @@ def pack(
         filler = length - kept if padded else 0
         pieces.append(torch.tensor(tokens[:kept] + [tokenizer.eos_token_id] * filler, dtype=torch.int32))
         masks.append(torch.tensor(([True] * kept if padded else loss_mask[:kept]) + [False] * filler))
-        total, loss_tokens = total + kept + filler, loss_tokens + int(masks[-1].sum())
+        total += kept + filler
         if blocks is not None and total >= blocks * length:
             break
     if left_out > MALFORMED_RATIO * (used + left_out):
@@ -266,22 +254,10 @@ def pack(
             f"{used} rows are {total} tokens, which do not fill one block of {length}: give more rows, or a shorter"
             f" sequence than {sequence}"
         )
-    mask = torch.cat(masks)
-    in_blocks = mask[: count * length].view(count, length)[:, 1:].contiguous()
     return Packed(
         tokens=torch.cat(pieces)[: count * length].view(count, length).long(),
-        loss_mask=in_blocks,
-        statistics=Statistics(
-            rows=used,
-            tokens=total,
-            loss_tokens=loss_tokens,
-            dropped=total - count * length,
-            blocks=count,
-            loss_targets=int(in_blocks.sum()),
-            longest=longest,
-            truncated=truncated,
-            left_out=left_out,
-        ),
+        loss_mask=torch.cat(masks)[: count * length].view(count, length)[:, 1:].contiguous(),
+        statistics=Statistics(rows=used, tokens=total, longest=longest, truncated=truncated, left_out=left_out),
         padded=padded,
     )
 
@@ -411,7 +387,7 @@ def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
     except (OSError, ValueError, KeyError, ImportError) as error:
         where = "it is no folder here and not in the hub's cache; " if local and not Path(model).exists() else ""
         raise EnvironmentBroken(
-            f"{model}: no tokenizer can be loaded from it ({first_line(error)}); {where}give the folder of"
+            f"{model}: no tokenizer can be loaded from it ({first_line(str(error))}); {where}give the folder of"
             " a model, with its tokenizer.json and tokenizer_config.json"
         ) from error
     if tokenizer.eos_token_id is None:

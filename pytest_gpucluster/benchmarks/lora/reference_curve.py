@@ -19,6 +19,7 @@ from pathlib import Path
 from pytest_gpucluster.errors import CurveError, JournalError
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.loss_curve import Curve
+from pytest_gpucluster.text import some_of
 
 FORMAT = "pytest-gpucluster reference curve"
 VERSION = 1
@@ -49,23 +50,6 @@ class ReferenceCurve:
     band: tuple[float, ...]
     """The allowed difference, to both sides."""
     runs: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deviation:
-    """The largest deviation of a curve from a reference curve, in bands: above 1 is beyond. NaN where a loss is."""
-
-    largest: float
-    step: int
-    loss: float
-    reference: float
-    band: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.largest:.3g} bands at step {self.step}: loss {self.loss:.6g}, reference {self.reference:.6g} +- "
-            f"{self.band:.2g}"
-        )
 
 
 def reference_curve_of(curves: Sequence[Curve]) -> ReferenceCurve:
@@ -170,8 +154,9 @@ def require_same_experiment(reference: ReferenceCurve, context: Mapping[str, str
         raise CurveError(f"the reference curve has {len(reference.steps)} steps, and this run takes {steps}")
 
 
-def deviation(reference: ReferenceCurve, curve: Curve, *, steps: int) -> Deviation:
-    """Return where ``|loss - reference| / band`` is largest over the first steps, which the curve must have.
+def deviation(reference: ReferenceCurve, curve: Curve, *, steps: int) -> tuple[float, str]:
+    """Return the largest of ``|loss - reference| / band`` over the first steps, which the curve must have, and where
+    that is.
 
     A loss that is not finite counts as largest.
 
@@ -181,11 +166,16 @@ def deviation(reference: ReferenceCurve, curve: Curve, *, steps: int) -> Deviati
     """
     require_same_experiment(reference, curve.context, steps=steps)
     _require_steps("this run", [point.step for point in curve.points], reference.steps[:steps])
+    bands = zip(curve.points, reference.loss, reference.band)  # noqa: B905  the reference may be longer
     found = [
-        Deviation(largest=abs(point.loss - mean) / band, step=point.step, loss=point.loss, reference=mean, band=band)
-        for point, mean, band in zip(curve.points, reference.loss[:steps], reference.band[:steps], strict=True)
+        (
+            abs(point.loss - mean) / band,
+            f"bands at step {point.step}: loss {point.loss:.6g}, reference {mean:.6g} +- {band:.2g}",
+        )
+        for point, mean, band in bands
     ]
-    return max(found, key=lambda each: math.inf if math.isnan(each.largest) else each.largest)
+    largest, where = max(found, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
+    return largest, f"{largest:.3g} {where}"
 
 
 def _band(losses: Sequence[float]) -> float:
@@ -208,10 +198,6 @@ def _require_same(one: str, context: Mapping[str, str], other: str, expected: Ma
 
 
 def _require_steps(one: str, steps: Sequence[int], expected: Sequence[int]) -> None:
-    if list(steps) == list(expected):
-        return
-    missing, extra = sorted(set(expected) - set(steps)), sorted(set(steps) - set(expected))
-    problem = (
-        f"no step {missing[0]}" if missing else f"an extra step {extra[0]}" if extra else "the steps in another order"
-    )
-    raise CurveError(f"{one} has {problem}: {len(steps)} steps, and {len(expected)} are expected")
+    if list(steps) != list(expected):
+        found, due = (some_of([*map(str, numbers)]) for numbers in (steps, expected))
+        raise CurveError(f"{one} has the steps {found or 'none'}, expected are {due}")

@@ -175,10 +175,8 @@ def synthetic_rows(count: int, seed: int) -> list[Row]:
     In most, the user asks for something that one of the functions does: the assistant calls it, gets the response, and
     answers. The others have no call.
 
-    Raises: ValueError if ``count`` is below 1, or more than there are different conversations.
+    Raises: ValueError if ``count`` is more than there are different conversations.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, not {count}")
     rows: list[Row] = []
     seen: set[str] = set()
     while len(rows) < count:

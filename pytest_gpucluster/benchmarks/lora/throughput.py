@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,25 +31,44 @@ _KEPT_SEQUENCE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraThroughput:
-    """The result on this rank.
+class LoraRate:
+    """The rate of a training, on this rank.
 
     Attributes:
         tokens_per_second: input tokens of all positions, none of which is padding, over the time of a step: one sample
-            for each steady step. It is this GPU's rate.
+            for each steady step. It is this GPU's rate. None where there are too few steps.
         flops_per_token: by the formula, without what is recomputed.
-        peak_bytes: of the GPU's memory; None on cpu.
+        peak_bytes: of the GPU's memory, in training; None on cpu.
         recomputes: whether activations were recomputed.
-        steps: number of steps.
         notes: for the report.
     """
 
-    tokens_per_second: Series
+    tokens_per_second: Series | None
     flops_per_token: int
     peak_bytes: int | None
     recomputes: bool
-    steps: int
     notes: tuple[str, ...]
+
+    def figures(self, peak_tflops: float | None, labels: Mapping[str, str]) -> Iterator[Figure]:
+        """Yield tokens/s of a GPU, their part of its peak, and the peak memory.
+
+        An unknown rate is NaN: a value that a limit asks for must not be left out.
+
+        Args:
+            peak_tflops: of the GPU's data sheet in bf16; None where it is unknown, as on cpu: then there is no MFU.
+            labels: of all.
+        """
+        rate, labels = self.tokens_per_second, {**labels, "recompute": "on" if self.recomputes else "off"}
+        yield "lora.tokens_per_second", math.nan if rate is None else rate, "tokens/s", labels
+        if peak_tflops is not None:
+            utilisation = math.nan if rate is None else rate.scaled(self.flops_per_token / (peak_tflops * 1e12))
+            yield "lora.mfu", utilisation, "ratio", labels
+        if self.peak_bytes is not None:
+            yield "lora.peak_memory", float(self.peak_bytes), "B", labels
+
+
+Figure: TypeAlias = tuple[str, float | Series, str, Mapping[str, str]]
+"""One quantity: the name of its metric, its value, the unit, and labels."""
 
 
 @releases_memory(cycles=True)
@@ -63,7 +83,7 @@ def lora_throughput(
     during: AbstractContextManager[object] = NO_CONTEXT,
     progress: Callable[..., None] | None = None,
     components: Components | None = None,
-) -> LoraThroughput:
+) -> LoraRate:
     """Train on random tokens until the rate is known.
 
     Collective: every rank of the group must call this, with the same arguments. The first rank decides for all when
@@ -117,12 +137,11 @@ def lora_throughput(
             planned = steady.warm_up()
         with counted(MEASURING), during:
             steady.sample(planned)
-        return LoraThroughput(
+        return LoraRate(
             tokens_per_second=steady.rate(trainer.tokens_of_rank),
             flops_per_token=base.flops_per_token(sequence),
             peak_bytes=memory.peak_bytes(),
             recomputes=trainer.recomputes,
-            steps=len(losses),
             notes=tuple(trainer.notes),
         )
 
@@ -151,42 +170,3 @@ def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:
     tokens = torch.randint(vocab, (count, sequence + 1), generator=random)
     loss_mask = torch.ones(count, sequence, dtype=torch.bool)
     return Packed(tokens=tokens, loss_mask=loss_mask, statistics=Statistics())
-
-
-_PER_TFLOPS = 1e12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One quantity, by the name of its metric, in a unit.
-
-    ``recorded``: it is never judged, whatever limits there are.
-    """
-
-    metric: str
-    value: float | Series
-    unit: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    recorded: bool = False
-
-
-def rate_figures(
-    rate: Series | None,
-    flops_per_token: int,
-    peak_bytes: int | None,
-    peak_tflops: float | None,
-    labels: Mapping[str, str],
-) -> Iterator[Figure]:
-    """Yield tokens/s of a GPU, their part of its peak, and the peak memory.
-
-    An unknown rate is NaN: a value that a limit asks for must not be left out.
-    """
-    yield Figure(
-        metric="lora.tokens_per_second", value=math.nan if rate is None else rate, unit="tokens/s", labels=labels
-    )
-    if peak_tflops is not None:
-        scale = flops_per_token / (peak_tflops * _PER_TFLOPS)
-        utilisation = math.nan if rate is None else rate.scaled(scale)
-        yield Figure(metric="lora.mfu", value=utilisation, unit="ratio", labels=labels)
-    if peak_bytes is not None:
-        yield Figure(metric="lora.peak_memory", value=float(peak_bytes), unit="B", labels=labels, recorded=True)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
@@ -29,7 +28,7 @@ from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.parity import Share
-from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard
+from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard, watch_gradients
 from pytest_gpucluster.benchmarks.training.step import accumulate, adamw, clip_gradients, optimizer_step
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
 from pytest_gpucluster.device.backends import accelerator, clock_for
@@ -95,9 +94,6 @@ STARTING_STEPS = 3
 Loss = Callable[[torch.Tensor, float], torch.Tensor]
 """Return the loss to differentiate: of the sum over a micro-batch's mask, and the number of targets of the mean."""
 
-Shard = Callable[[MaskedLoss, dist.ProcessGroup, torch.device, str], None]
-"""Shard a model over a group of ranks, in place, for a precision."""
-
 
 def token_mean(masked_sum: torch.Tensor, targets_per_rank: float) -> torch.Tensor:
     """Return a micro-batch's part of the mean over all targets in the global batch's mask.
@@ -108,28 +104,18 @@ def token_mean(masked_sum: torch.Tensor, targets_per_rank: float) -> torch.Tenso
     return masked_sum / targets_per_rank
 
 
-def fully_sharded(model: MaskedLoss, group: dist.ProcessGroup, device: torch.device, precision: str) -> None:
-    """Shard each block, and then the root: embedding, last norm and head.
-
-    On one rank too: without the policy of mixed precision peft would multiply its adapters in fp32.
-
-    Collective: every rank of the group must call this.
-    """
-    shard(model, mesh_of(group, device), precision=precision)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Components:
     """The replaceable parts of the training loop: tests inject a faulty one."""
 
     make: Callable[..., Any] = make_adapted
     model: Callable[[Any], MaskedLoss] = MaskedLoss
-    shard: Shard = fully_sharded
+    shard: Callable[..., MaskedLoss] = shard
     share: Callable[..., list[int]] = share
     loss: Loss = token_mean
     learning_rate: Callable[[int, Recipe], float] = cosine
     update: Callable[[nn.Module, torch.optim.Optimizer], None] = optimizer_step
-    save: Callable[..., checkpoint.SavedCheckpoint] = checkpoint.save
+    save: Callable[..., Path] = checkpoint.save
 
 
 COMPONENTS = Components()
@@ -180,7 +166,6 @@ class Trainer:
     Raises:
         WrongResult: weights or data are not the same on all ranks.
         EnvironmentBroken: too little memory is free.
-        ValueError: a block has an empty loss mask.
     """
 
     def __init__(
@@ -194,8 +179,6 @@ class Trainer:
         components: Components | None = None,
         sequence: int | None = None,
     ) -> None:
-        if not packed.loss_mask.any(dim=1).all():
-            raise ValueError("each block to train on needs a target in its loss mask, or a mean may be of nothing")
         self._group, self._device, self._packed = group, device, packed
         self.recipe, self._components = recipe, components or COMPONENTS
         self.ranks, self._rank = Ranks(group, device), dist.get_rank(group)
@@ -228,14 +211,21 @@ class Trainer:
             self.not_compiled = "not asked for"
         else:
             self.not_compiled = self._compile() if kept is base else ""  # a simulated device's model runs eagerly
-        self._components.shard(self.model, group, device, recipe.precision)
+        # On one rank too: without the policy of mixed precision peft would multiply its adapters in fp32.
+        self._components.shard(self.model, mesh_of(group, device), precision=recipe.precision)
         weights = dict(self.model.named_parameters())
         # Adapters that are frozen by mistake too: then they do not move, and are found by that.
         self._trained = {name: its for name, its in weights.items() if its.requires_grad or is_adapter(name)}
         self._before = {name: fingerprint([local(weight.detach())]) for name, weight in weights.items()}
         self.optimizer = self.make_optimizer(self._trained.values())
         self._largest = torch.zeros((), device=device)
-        self._watch_gradients()
+        # The largest element of this rank's gradients, from before the ranks exchange them.
+        watch_gradients(
+            self.model,
+            lambda name, gradient: torch.maximum(
+                self._largest, gradient.detach().abs().max().float(), out=self._largest
+            ),
+        )
         self._clock, self._by = clock_for(device), accelerator(device)
         most = -(-recipe.global_batch // self.ranks.count) * self.sequence  # the ranks wait for who has the most blocks
         self._flops = most * base.flops_per_token(self.sequence)
@@ -405,9 +395,9 @@ class Trainer:
 
     # ---- checkpoints
 
-    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> checkpoint.SavedCheckpoint:
+    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
         """Save the trained weights, and the optimizer, as the checkpoint of a step."""
-        return self._components.save(
+        self._components.save(
             folder, step, self.model, self.optimizer, group=self._group, extra=extra, trained_only=True
         )
 
@@ -429,24 +419,6 @@ class Trainer:
         on_first_rank(self._group, write)
 
     # ---- set-up
-
-    def _watch_gradients(self) -> None:
-        """Keep the largest element of this rank's gradients, from before the ranks exchange them."""
-
-        def watch(gradient: torch.Tensor) -> None:
-            torch.maximum(self._largest, gradient.detach().abs().max().float(), out=self._largest)
-
-        whole: dict[int, torch.Tensor] = {}
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()  # the whole weights stay the same objects when they are gathered again
-            if isinstance(module, FSDPModule) or module is self.model:
-                whole |= {id(its): its for its in module.parameters() if not isinstance(its, DTensor)}
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        for weight in whole.values():
-            if weight.requires_grad:
-                weight.register_hook(watch)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _compile(self) -> str:
         """Have each block compiled when it first runs; return why not, if a rank has no compiler."""

@@ -74,11 +74,6 @@ class Manifest:
     extra: Mapping[str, Any]
     files: Mapping[str, FileDigest]
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(one.size_bytes for one in self.files.values())
-
 
 def digest_file(path: Path) -> FileDigest:
     """Read a whole file and return its length and digest.
@@ -227,23 +222,6 @@ class Components:
 COMPONENTS = Components()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedCheckpoint:
-    """A published checkpoint.
-
-    Attributes:
-        path: its folder.
-        step: of the training.
-        stored_bytes: of all files of all ranks but the manifest.
-        seconds: of saving on this rank, verification included.
-    """
-
-    path: Path
-    step: int
-    stored_bytes: int
-    seconds: float
-
-
 def save(
     folder: Path,
     step: int,
@@ -255,8 +233,8 @@ def save(
     trained_only: bool = False,
     keep: int = KEEP,
     components: Components | None = None,
-) -> SavedCheckpoint:
-    """Save model and optimizer as the checkpoint of a step.
+) -> Path:
+    """Save model and optimizer as the checkpoint of a step, and return its folder.
 
     Collective: every rank of the group must call this, with the same folder, step and settings.
 
@@ -280,7 +258,7 @@ def save(
         EnvironmentBroken: the file system is full, not shared, or fails otherwise.
         ValueError: an argument is out of its range.
     """
-    started, used, given = time.monotonic(), components or COMPONENTS, dict(extra or {})
+    used, given = components or COMPONENTS, dict(extra or {})
     on_all_ranks(group, lambda: _check_arguments(step, optimizer, given, keep))
     partial = Path(on_first_rank(group, lambda: str(_begin(folder, step))))
     on_all_ranks(group, lambda: wait_for(partial))
@@ -291,7 +269,7 @@ def save(
     whole = Manifest(step=step, world_size=dist.get_world_size(group), extra=given, files=files)
     path = partial.with_name(f"step-{step:08d}")
     on_first_rank(group, lambda: _finish(partial, path, whole, used, keep))
-    return SavedCheckpoint(path=path, step=step, stored_bytes=whole.stored_bytes, seconds=time.monotonic() - started)
+    return path
 
 
 def latest(folder: Path) -> Path | None:
@@ -300,8 +278,7 @@ def latest(folder: Path) -> Path | None:
     Whether it is whole is checked when it is loaded. The remains of an interrupted save are ignored, except for a
     checkpoint that was renamed for a new one of the same step, where the new one is missing.
     """
-    found = {int(match[1]): path for path in _entries(folder, _REPLACED) if (match := _PUBLISHED.search(path.name))}
-    found |= {int(match[1]): path for path in _entries(folder, "step-") if (match := _PUBLISHED.fullmatch(path.name))}
+    found = _published(folder, _REPLACED) | _published(folder)
     return found[max(found)] if found else None
 
 
@@ -415,7 +392,7 @@ def _finish(partial: Path, path: Path, whole: Manifest, used: Components, keep: 
     write_manifest(partial, whole)
     _sync(partial)
     used.publish(partial, path)
-    older = {int(match[1]): one for one in _entries(path.parent, "step-") if (match := _PUBLISHED.fullmatch(one.name))}
+    older = _published(path.parent)
     older.pop(whole.step)
     for _, old in sorted(older.items())[: max(0, len(older) + 1 - keep)]:
         # Under its own name a checkpoint is always whole, also while it is removed.
@@ -467,6 +444,12 @@ def _same_error(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         ]
         more = f", and {len(failures) - 4} more ranks" if len(failures) > 4 else ""
         raise EnvironmentBroken(f"{what}: {'; '.join(failures[:4])}{more}") from error
+
+
+def _published(folder: Path, prefix: str = "") -> dict[int, Path]:
+    """Return the published checkpoints in a folder by their steps, or those with a prefix to their names."""
+    names = {path: _PUBLISHED.fullmatch(path.name.removeprefix(prefix)) for path in _entries(folder, f"{prefix}step-")}
+    return {int(match[1]): path for path, match in names.items() if match}
 
 
 def _entries(folder: Path, prefix: str) -> list[Path]:

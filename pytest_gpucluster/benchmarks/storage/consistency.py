@@ -13,6 +13,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,14 +40,10 @@ def write_probe(path: Path, content: bytes) -> None:
 
     Raises: OSError.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(handle, left) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,45 +69,30 @@ OPERATIONS = Operations()
 
 @dataclass(kw_only=True)
 class ReadCounts:
-    """The counts of a reader.
+    """The reads of a file that was replaced.
 
     Attributes:
-        path: of the file that was replaced.
+        path: of the file.
         renames: the number of its last version.
         whole: reads of a whole file.
-        missing: reads that found no file.
-        torn: reads of anything else.
-        stale: reads that the file system rejected since the file had been replaced after it was opened (ESTALE). NFS
-            does so; the reader opens it again.
-        backward: reads of an older version than the one before. A network file system may return one for a while.
-        versions: number of different versions read.
-        last: the newest one.
-        examples: of missing and torn files.
+        broken: what the others found, such as no file: so many reads.
+        last: the newest version that was read. A network file system may return an older one for a while.
     """
 
     path: Path
     renames: int
     whole: int = 0
-    missing: int = 0
-    torn: int = 0
-    stale: int = 0
-    backward: int = 0
-    versions: int = 0
+    broken: Counter[str] = field(default_factory=Counter)
     last: int = -1
-    examples: list[str] = field(default_factory=list)
-
-    def add_example(self, text: str) -> None:
-        """Keep the first few."""
-        self.examples = [*self.examples, text][:_LISTED]
 
     @property
     def counted(self) -> int:
-        """Reads that were not rejected as stale."""
-        return self.whole + self.missing + self.torn
+        """All reads."""
+        return self.whole + self.broken.total()
 
     @property
     def whole_ratio(self) -> float:
-        """Part of the counted reads that found a whole file."""
+        """Part of the reads that found a whole file."""
         return self.whole / self.counted if self.counted else 0.0
 
     def require_whole(self, host: str) -> None:
@@ -119,10 +101,11 @@ class ReadCounts:
         Raises: WrongResult.
         """
         problems = []
-        if self.missing or self.torn:
+        if self.broken:
+            found = ", ".join(f"{what} {count} times" for what, count in self.broken.most_common(_LISTED))
             problems.append(
-                f"{host} found {self.path} missing {self.missing} times and torn {self.torn} times in {self.counted} "
-                f"reads, while it was replaced by {self.renames} renames: " + "; ".join(self.examples)
+                f"{host} found {self.path} {found} in {self.counted} reads, while it was replaced by {self.renames} "
+                "renames"
             )
         if self.last < self.renames:
             last = f"version {self.last}" if self.last >= 0 else "none"
@@ -208,25 +191,19 @@ def _read(path: Path, renames: int, failed: Callable[[], bool]) -> ReadCounts:
         try:
             content = OPERATIONS.read_renamed(path)
         except FileNotFoundError:
-            found.missing += 1
-            found.add_example(f"missing after version {found.last}")
+            found.broken["missing"] += 1
             continue
         except OSError as error:
-            if error.errno != errno.ESTALE:
+            if error.errno != errno.ESTALE:  # NFS rejects a file that has been replaced since it was opened
                 raise
-            found.stale += 1
             continue
         version = version_of(content)
         if version is None:
-            found.torn += 1
-            found.add_example(f"{len(content)} bytes that are no version, after version {found.last}")
+            found.broken[f"with {len(content)} bytes that are no version"] += 1
             continue
         found.whole += 1
-        if version != found.last:
-            found.versions += 1
-            changed = time.monotonic()
-        found.backward += version < found.last
-        found.last = max(found.last, version)
+        if version > found.last:
+            found.last, changed = version, time.monotonic()
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import SavedCheckpoint, make_unique_folder
+from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
+from pytest_gpucluster.benchmarks.training.fingerprint import relative, state_fingerprint
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training, replicate
@@ -34,29 +34,11 @@ from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 class Components:
     """The replaceable parts of saving and loading: tests inject a faulty one."""
 
-    save: Callable[..., SavedCheckpoint] = checkpoint.save
+    save: Callable[..., Path] = checkpoint.save
     load: Callable[..., dict[str, Any]] = checkpoint.load
 
 
 COMPONENTS = Components()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeResult:
-    """The result. The errors are of the losses after the checkpoint compared with those without an interruption: the
-    largest over all steps, as ratios.
-
-    Attributes:
-        same: sharded on the same ranks.
-        replicated: by DistributedDataParallel on the same ranks.
-        fewer: sharded on fewer ranks with the same global batch; None if there was no such group.
-        saved: the checkpoint, which is removed by now.
-    """
-
-    same: float
-    replicated: float
-    fewer: float | None
-    saved: SavedCheckpoint
 
 
 @releases_memory(cycles=True)
@@ -70,7 +52,7 @@ def check_resume(
     batch: int,
     steps: int,
     components: Components | None = None,
-) -> ResumeResult:
+) -> tuple[float, float, float | None]:
     """Train a sharded decoder, save it, train on; then resume others from the checkpoint, and compare the losses.
 
     Collective: every rank of the group must call this, with the same folder and sizes.
@@ -90,6 +72,9 @@ def check_resume(
         batch: rows of each rank in a step.
         steps: before the checkpoint, and as many after it.
         components: of saving and loading; by default ``COMPONENTS`` of this module.
+
+    Returns: the largest error of a loss after the checkpoint, as a ratio, compared with those without an interruption:
+        sharded on the same ranks, replicated on them, and sharded on fewer; None if there was no such group.
 
     Raises, on all ranks alike, and for the fewer ranks on those of the group in which it failed:
         WrongResult: the checkpoint, or what was loaded from it, differs from what was saved; or a broken one was
@@ -123,7 +108,7 @@ class _Check:
         rows = 2 * self._steps * self._global_batch
         self._data = PackedTokens(rows=rows, sequence=sizes.sequence, vocab=sizes.vocab, seed=0)
 
-    def run(self, fewer: dist.ProcessGroup | None) -> ResumeResult:
+    def run(self, fewer: dist.ProcessGroup | None) -> tuple[float, float, float | None]:
         self._folder = Path(on_first_rank(self._group, lambda: str(make_unique_folder(self._folder))))
         training = self._sharded(self._group)
         consumed = self._steps * self._global_batch
@@ -138,9 +123,9 @@ class _Check:
         del training
 
         def resume(other: Training, group: dist.ProcessGroup, how: str) -> float:
-            loaded = self._components.load(saved.path, other.model, other.optimizer, group=group)
+            loaded = self._components.load(saved, other.model, other.optimizer, group=group)
             found = _state_fingerprint(other)
-            on_all_ranks(group, lambda: _require_same(found, state, loaded, extra, f"{saved.path}, {how}"))
+            on_all_ranks(group, lambda: _require_same(found, state, loaded, extra, f"{saved}, {how}"))
             losses = self._losses(other, group, consumed=int(loaded["rows_consumed"]))
             return largest(relative(one, other) for one, other in zip(losses, due, strict=True))
 
@@ -162,12 +147,7 @@ class _Check:
             on_first_rank(self._group, lambda: shutil.rmtree(self._folder))
         if failure is not None:
             raise failure
-        return ResumeResult(
-            same=same,
-            replicated=replicated,
-            fewer=less,
-            saved=saved,
-        )
+        return same, replicated, less
 
     def _sharded(self, group: dist.ProcessGroup, seed: int = 0) -> Training:
         model = make_decoder(self._geometry, self._device, seed=seed)
@@ -186,7 +166,7 @@ class _Check:
             losses.append(sum(its for [its] in ranks.gather([loss])) / ranks.count)
         return losses
 
-    def _interrupt(self, training: Training, saved: SavedCheckpoint) -> None:
+    def _interrupt(self, training: Training, saved: Path) -> None:
         """Start another save that fails before it is published: the existing checkpoint must not change."""
         try:
             checkpoint.save(
@@ -201,14 +181,14 @@ class _Check:
             if _INTERRUPTED not in str(error):
                 raise
         newest = on_first_rank(self._group, lambda: str(checkpoint.latest(self._folder)))
-        if newest != str(saved.path):
-            raise WrongResult(f"after a save that was interrupted the newest checkpoint is {newest}, not {saved.path}")
+        if newest != str(saved):
+            raise WrongResult(f"after a save that was interrupted the newest checkpoint is {newest}, not {saved}")
 
-    def _check_rejection(self, training: Training, saved: SavedCheckpoint) -> None:
+    def _check_rejection(self, training: Training, saved: Path) -> None:
         """Load broken copies of the checkpoint: each must be rejected, and the file named."""
         for how, damage in (("truncated", _truncate), ("missing", Path.unlink)):
             copy = self._folder / f"copy-{how}"
-            name = on_first_rank(self._group, partial(_damaged, saved.path, copy, damage))
+            name = on_first_rank(self._group, partial(_damaged, saved, copy, damage))
             try:
                 self._components.load(copy, training.model, training.optimizer, group=self._group)
             except WrongResult as error:
@@ -239,21 +219,13 @@ def _truncate(path: Path) -> None:
 
 
 def _state_fingerprint(training: Training) -> int:
-    """Return one number for all weights and all of the optimizer's state, however they are divided.
-
-    Collective: every rank that the model is divided over must call this.
-    """
+    """Return one number for all weights and all of the optimizer's state, however they are divided. Collective."""
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def tensors() -> Iterator[torch.Tensor]:
-        for weight in training.model.parameters():
-            yield whole(weight.detach())
-            state = training.optimizer.state[weight]
-            yield from (whole(state[name]) for name in sorted(state))
-
-    return fingerprint(tensors())
+    state = ("exp_avg", "exp_avg_sq", "step")
+    return state_fingerprint(training.model.parameters(), training.optimizer, whole, state)
 
 
 def _require_same(found: int, saved: int, loaded: Mapping[str, Any], extra: Mapping[str, Any], what: str) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,7 +54,7 @@ class MountInfo:
     mount: Mount | None
     free_ratio: float
     free_inodes_ratio: float | None
-    broken: tuple[str, ...] = field(default=())
+    broken: tuple[str, ...] = ()
 
 
 def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS) -> MountInfo:
@@ -103,9 +103,7 @@ def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SEC
 
 def require_same_mounts(folder: Path, mounts: Sequence[MountInfo]) -> None:
     """Check that a folder is on the same kind of file system on all hosts, and is writable on each; and that every
-    network file system of the hosts responds.
-
-    Different sources or options are only printed: a server may have several addresses. The check of its files decides.
+    network file system of the hosts responds. A server may have several addresses: sources and options may differ.
 
     Raises: EnvironmentBroken naming the few hosts that differ from the others, or where something is broken.
     """
@@ -116,8 +114,6 @@ def require_same_mounts(folder: Path, mounts: Sequence[MountInfo]) -> None:
         problems += [f"- {what} of {folder}: {text}" for text in _deviants(mounts, values)]
     if set(access) == {"read only"}:
         problems += [f"- {folder} is mounted read only on {one.host}" for one in mounts]
-    for text in _deviants(mounts, [str(one.mount) for one in mounts]):
-        print(f"{folder} is mounted differently: {text}")
     if problems:
         listed = "\n".join(problems)
         raise EnvironmentBroken(

@@ -36,13 +36,9 @@ class PackedTokens(Dataset[torch.Tensor]):
         sequence: positions of a row.
         vocab: number of tokens.
         seed: other seeds make other rows.
-
-    Raises: ValueError if there is no row.
     """
 
     def __init__(self, *, rows: int, sequence: int, vocab: int, seed: int) -> None:
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, not {rows}")
         self._rows, self._length, self._vocab, self._seed = rows, sequence + 1, vocab, seed
 
     def __len__(self) -> int:

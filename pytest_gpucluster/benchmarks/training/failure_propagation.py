@@ -37,10 +37,6 @@ from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 EXIT_CODE = 43
 """Of a rank that exits: neither Python's own for an exception, nor one that a shell uses."""
 
-DEATHS = ("exit", "raise", "kill")
-"""exit: the process ends at once, as where a library calls ``exit``. raise: an uncaught exception. kill: SIGKILL, as
-from the kernel when it is out of memory."""
-
 _ENDLESS = 10**9
 """More steps than any training takes: a death or the alarm ends it."""
 
@@ -178,7 +174,20 @@ class ChildJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        """Kill every living process of the job, and wait up to a limit for their end."""
+
+        def killed() -> bool:
+            for pid in (living := self.processes()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._launcher.poll()
+            return not living
+
+        self.wait(killed, seconds=_ENDING_SECONDS)
+        # Also where it does not have its own environment yet.
+        self._launcher.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(timeout=_ENDING_SECONDS)
 
     @property
     def pid(self) -> int:
@@ -224,22 +233,6 @@ class ChildJob:
                     found |= {} if state in "ZX" else {int(entry.name): state}
         return found
 
-    def end(self) -> None:
-        """Kill every living process of the job, and wait up to a limit for their end."""
-
-        def killed() -> bool:
-            for pid in (living := self.processes()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._launcher.poll()
-            return not living
-
-        self.wait(killed, seconds=_ENDING_SECONDS)
-        # Also where it does not have its own environment yet.
-        self._launcher.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(timeout=_ENDING_SECONDS)
-
 
 CONTEXT_BYTES = 3 * 2**30
 """A process's use of a GPU's memory before its first tensor: the CUDA context with its kernels, and NCCL's buffers.
@@ -251,9 +244,6 @@ LEFT_OVER_SECONDS = 10.0
 _FAILURE = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) ", re.MULTILINE)
 """How torchrun reports a rank that has failed. Source: torch/distributed/elastic/multiprocessing/errors, the text of
 ChildFailedError."""
-
-_ROOT_CAUSE = "Root Cause (first observed failure):"
-"""Source: as above."""
 
 _CODES = {"exit": EXIT_CODE, "kill": -9}
 """The exit code that the launcher must report of a rank that died so; of an exception any code but 0, for a library
@@ -271,21 +261,6 @@ class Components:
 COMPONENTS = Components()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Propagation:
-    """The result of a job in which a rank has died.
-
-    Attributes:
-        seconds: from the rank's last stamp until no process of the job was left.
-        rank_exit_code: of the rank that died, as the launcher reports it.
-        is_root_cause: whether the launcher reports it as the first failure.
-    """
-
-    seconds: float
-    rank_exit_code: int
-    is_root_cause: bool
-
-
 def check_propagation(
     device: torch.device,
     geometry: Geometry,
@@ -299,7 +274,7 @@ def check_propagation(
     end_seconds: float,
     visible: Sequence[str] = (),
     components: Components | None = None,
-) -> Propagation:
+) -> float:
     """Start a training by torchrun on this host in which the last rank dies, and check how the job ends.
 
     Not collective: one rank of a node calls this. The job uses no group of this process, and uses the same GPUs, with
@@ -309,7 +284,8 @@ def check_propagation(
         device: of this process: the job runs on devices of this kind.
         geometry: of the decoder to train.
         ranks: of the job, at least 2; on GPUs at most one for each.
-        how: the rank dies, one of ``DEATHS``.
+        how: the rank dies: by ``exit``, where the process ends at once, as where a library calls it; ``raise``, an
+            uncaught exception; ``kill``, SIGKILL, as from the kernel when it is out of memory.
         batch: rows of each rank in a step.
         steps: number of steps before.
         folder: for the job's output and its ranks' stamps; created here, and it must be new.
@@ -318,13 +294,12 @@ def check_propagation(
         visible: the GPUs of the job, by UUID; by default those that this process sees.
         components: of the job; by default ``COMPONENTS`` of this module.
 
+    Returns: the seconds from the rank's last stamp until no process of the job was left.
+
     Raises:
         WrongResult: the job has not ended in time, its exit code is 0, it does not name the rank, or a process is left.
         EnvironmentBroken: the job has not reached that death, or there is too little memory.
-        ValueError: an argument is out of its range.
     """
-    if ranks < 2 or steps < 1 or how not in DEATHS:
-        raise ValueError(f"ranks >= 2, steps >= 1 and one of {', '.join(DEATHS)} are needed: {ranks}, {steps}, {how!r}")
     used = components or COMPONENTS
     context = CONTEXT_BYTES if device.type == "cuda" else 0
     require_free(
@@ -350,12 +325,10 @@ def check_propagation(
 
 
 class _Watch:
-    """Watches one job until its end."""
-
     def __init__(self, job: ChildJob, folder: Path, *, ranks: int, how: str) -> None:
         self._job, self._folder, self._how, self._rank = job, folder, how, ranks - 1
 
-    def run(self, start_seconds: float, end_seconds: float) -> Propagation:
+    def run(self, start_seconds: float, end_seconds: float) -> float:
         job = self._job
         job.wait(lambda: self._died() or job.exit_code is not None, seconds=start_seconds)
         died = self._died()
@@ -384,8 +357,7 @@ class _Watch:
             raise self._wrong(
                 "the launcher ended with exit code 0: a scheduler would treat the job as completed; " + job.output_tail
             )
-        text = job.text
-        reported = {int(rank): int(code) for rank, code in _FAILURE.findall(text)}
+        reported = {int(rank): int(code) for rank, code in _FAILURE.findall(job.text)}
         code, expected = reported.get(self._rank), _CODES.get(self._how)
         if not code or (expected is not None and code != expected):
             wanted = "another exit code than 0" if expected is None else f"the exit code {expected}"
@@ -394,12 +366,7 @@ class _Watch:
                 f"the launcher does not report it: it names {found}, and rank {self._rank} with {wanted} is expected. "
                 f"The bad GPU could not be found; {job.output_tail}"
             )
-        first = _FAILURE.search(text, max(0, text.rfind(_ROOT_CAUSE)))
-        return Propagation(
-            seconds=seconds,
-            rank_exit_code=code,
-            is_root_cause=_ROOT_CAUSE in text and first is not None and int(first[1]) == self._rank,
-        )
+        return seconds
 
     def _died(self) -> float | None:
         return next((at for name, at, _ in self._stamps()[self._rank] if name == "dies"), None)
@@ -411,7 +378,6 @@ class _Watch:
         return WrongResult(f"rank {self._rank} of a training on this node has died ({self._how}), and {text}")
 
     def _living(self) -> str:
-        """Describe the processes that still run."""
         names = {self._job.pid: "the launcher"}
         for rank, its in enumerate(self._stamps()):
             names |= {pid: f"rank {rank}, last seen at {name}" for name, _, pid in its}

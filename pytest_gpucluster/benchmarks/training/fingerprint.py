@@ -1,4 +1,4 @@
-"""Fingerprints of weights, and the distance of two trainings step by step.
+"""Fingerprints and sketches of weights, and the distance of two rows of numbers.
 
 A fingerprint is one number for many tensors, computed on their device, which changes whenever they do.
 """
@@ -6,94 +6,19 @@ A fingerprint is one number for many tensors, computed on their device, which ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.group import majority
-from pytest_gpucluster.benchmarks.training.step import Training
-from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.metrics.stats import largest
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """The values of one step. The tensors are fp32 on the CPU, all weights in one row."""
-
-    loss: float
-    gradient_norm: float
-    gradients: torch.Tensor
-    weights: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """The distance of two trainings: the largest over all steps. All are ratios.
-
-    Attributes:
-        loss: of the losses' difference to the loss.
-        gradient: of the norms' difference before clipping to the norm, or of the distance of the clipped gradients to
-            their norm, whichever is larger: the norm sees a wrong scale, the distance a wrong direction.
-        weight: of the distance of the weights to the distance that they have moved so far.
-    """
-
-    loss: float
-    gradient: float
-    weight: float
-
-
-def take_step(training: Training, rows: torch.Tensor, *, where: str) -> StepRecord:
-    """Take one step, and record it.
-
-    Args:
-        training: to continue.
-        rows: int64 on the model's device, batch x (positions + 1).
-        where: the device and the step, for an error.
-
-    Raises: WrongResult if the loss or a gradient is not finite.
-    """
-    result = training.backward([rows])
-    loss, norm = float(result.losses.mean()), float(result.gradient_norm)
-    for what, value in (("loss", loss), ("gradients' norm", norm)):
-        if not math.isfinite(value):
-            raise WrongResult(f"{where}: the {what} is {value}, and must be finite")
-    gradients = gradients_of(training.model)
-    training.update()
-    return StepRecord(loss=loss, gradient_norm=norm, gradients=gradients, weights=weights_of(training.model))
-
-
-def unchanged_weights(model: nn.Module, start: torch.Tensor) -> list[str]:
-    """Name the weight tensors that still equal ``start``: all weights in one row, fp32 on the CPU."""
-    names, weights = zip(*model.named_parameters(), strict=True)
-    before = torch.split(start, [weight.numel() for weight in weights])
-    pairs = zip(names, weights, before, strict=True)
-    return [name for name, weight, old in pairs if torch.equal(weight.detach().flatten().cpu(), old)]
+from pytest_gpucluster.benchmarks.training.sharding import local
 
 
 def weights_of(model: nn.Module) -> torch.Tensor:
     """Return a copy of all weights in one row, fp32 on the CPU."""
     return _row(weight.detach() for weight in model.parameters())
-
-
-def errors(found: Sequence[StepRecord], reference: Sequence[StepRecord], start: torch.Tensor) -> Errors:
-    """Return the distance of some steps from as many others.
-
-    Args:
-        found, reference: the steps.
-        start: the weights before the first one, in one row.
-    """
-    pairs = list(zip(found, reference, strict=True))
-    return Errors(
-        loss=largest(relative(one.loss, other.loss) for one, other in pairs),
-        gradient=largest(
-            largest((relative(one.gradient_norm, other.gradient_norm), distance(one.gradients, other.gradients)))
-            for one, other in pairs
-        ),
-        weight=largest(distance(one.weights, other.weights, since=start) for one, other in pairs),
-    )
 
 
 NOT_REDUCED = (
@@ -171,6 +96,19 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
             sums.setdefault(part.device, []).append(factors.mul_(part).sum())
             position += part.numel()
     return sum(int(torch.stack(of_device).sum()) for of_device in sums.values()) % 2**64
+
+
+def state_fingerprint(
+    weights: Iterable[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    part: Callable[[torch.Tensor], torch.Tensor] = local,
+    state: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+) -> int:
+    """Return the fingerprint of weights and of what AdamW keeps for them: by default of this rank's part, and of the
+    moments. Collective, if ``part`` is."""
+    names = list(weights)
+    kept = (optimizer.state[weight][name] for weight in names if weight in optimizer.state for name in state)
+    return fingerprint(part(tensor.detach()) for tensor in (*names, *kept))
 
 
 SKETCH = 64

@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,18 +41,12 @@ REMEDY = (
     "workload of this test, such as --gpucluster-workload vision.workers=2 --gpucluster-workload vision.prefetch=2"
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class SharedMemory:
-    """The size of a file system for shared memory. ``device`` distinguishes it from others on the same host."""
-
-    total_bytes: int
-    free_bytes: int
-    device: int
+_ENLARGE = REMEDY.format(size=16)
 
 
-def inspect_shared_memory(folder: Path = FOLDER) -> SharedMemory:
-    """Return the size of /dev/shm of this process.
+def inspect_shared_memory(folder: Path = FOLDER) -> tuple[int, int, int]:
+    """Return number, total and free bytes of /dev/shm of this process. The number distinguishes it from others on the
+    same host.
 
     Raises: OSError if there is none.
     """
@@ -61,10 +54,10 @@ def inspect_shared_memory(folder: Path = FOLDER) -> SharedMemory:
     total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
     if found.f_blocks == 0:  # a tmpfs that was mounted without a limit
         total = free = _UNLIMITED_BYTES
-    return SharedMemory(total_bytes=total, free_bytes=free, device=folder.stat().st_dev)
+    return folder.stat().st_dev, total, free
 
 
-Inspect = Callable[[], SharedMemory]
+Inspect = Callable[[], tuple[int, int, int]]
 
 
 def needed_bytes(tensors_bytes: Sequence[int], *, workers: int, prefetch: int) -> int:
@@ -98,10 +91,9 @@ def require_shared_memory(ranks: Ranks, *, node: int, needed: int, inspect: Insp
         needed and what to do.
     """
     try:
-        mine = inspect()
-        known = [mine.device, mine.total_bytes, mine.free_bytes]
+        known = inspect()
     except OSError:
-        known = [-1, 0, 0]
+        known = (-1, 0, 0)
     of_ranks = [[int(number) for number in numbers] for numbers in ranks.gather([node, *known, needed])]
     # Ranks of one node share it, unless each is in a container of its own.
     sharing: dict[tuple[int, int], list[int]] = {}
@@ -118,16 +110,6 @@ def require_shared_memory(ranks: Ranks, *, node: int, needed: int, inspect: Insp
             f"{ranks.name(first)}: {FOLDER} {found}, and the DataLoader workers of the {len(indices)} ranks that share "
             f"it need {_gib(wanted)}. {remedy}"
         )
-
-
-def shared_memory_shortage(inspect: Inspect = inspect_shared_memory) -> str:
-    """Return the present size of /dev/shm, and how to enlarge it, after a failure for lack of it."""
-    try:
-        room = inspect()
-    except OSError as error:
-        return f"{FOLDER} cannot be inspected: {error}. {REMEDY.format(size=16)}"
-    twice = max(1, math.ceil(2 * room.total_bytes / 2**30))
-    return f"{FOLDER} has {_gib(room.free_bytes)} free of {_gib(room.total_bytes)} now. {REMEDY.format(size=twice)}"
 
 
 def _gib(amount: int) -> str:
@@ -176,7 +158,6 @@ class Batches:
         workers: number of processes; with none the rank itself reads each batch.
         prefetch: batches that each worker reads ahead.
         pinned: return them in pinned memory, from which a GPU copies while the rank continues.
-        inspect: of /dev/shm, where a worker dies.
     """
 
     def __init__(
@@ -187,7 +168,6 @@ class Batches:
         workers: int,
         prefetch: int,
         pinned: bool,
-        inspect: Inspect = inspect_shared_memory,
     ) -> None:
         ahead: dict[str, Any] = {}
         if workers:
@@ -200,7 +180,6 @@ class Batches:
             worker_init_fn=_end_with_rank,
             **ahead,
         )
-        self._inspect = inspect
         before = set(multiprocessing.active_children())
         self._batches: Iterator[Any] | None = iter(loader)
         self._workers: list[BaseProcess] = [one for one in multiprocessing.active_children() if one not in before]
@@ -210,8 +189,7 @@ class Batches:
 
         Raises: EnvironmentBroken if a row cannot be read, or a worker has died.
         """
-        if self._batches is None:
-            raise ValueError("these batches have been closed")
+        assert self._batches is not None  # or they have been closed
         batch: Any = None
         problem = ""
         try:
@@ -221,7 +199,10 @@ class Batches:
             problem = str(error).rpartition("EnvironmentBroken: ")[2].strip() or "a row cannot be read"
         except (RuntimeError, OSError, EOFError) as error:
             # A worker can die after it has announced a batch and before it has passed it on: then a connection breaks.
-            problem = self._dead_worker() or _shared_memory_error(error, self._inspect)
+            problem = self._dead_worker()
+            # Source: torch, ATen/MapAllocator.cpp, "unable to allocate shared memory(shm) for file".
+            if not problem and ("shared memory" in str(error) or "No space left on device" in str(error)):
+                problem = f"a DataLoader worker found no room for its batch in shared memory. {_ENLARGE}"
             if not problem:
                 raise
         # Not inside: an exception raised there would keep the iterator, and with it the other workers, in its context.
@@ -247,7 +228,7 @@ class Batches:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             why = "Its output is in the output of this test"
             if code == -signal.SIGBUS:
-                why = f"Usually shared memory is full. {shared_memory_shortage(self._inspect)}"
+                why = f"Usually shared memory is full. {_ENLARGE}"
             elif code == -signal.SIGKILL:
                 why = (
                     "Usually the kernel kills it for lack of memory: check dmesg and the memory limit of the job or "
@@ -272,10 +253,3 @@ def _end_with_rank(_worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, args=(rank.join,), daemon=True).start()
-
-
-def _shared_memory_error(error: Exception, inspect: Inspect) -> str:
-    # Source: torch, ATen/MapAllocator.cpp, "unable to allocate shared memory(shm) for file".
-    if "shared memory" not in str(error) and "No space left on device" not in str(error):
-        return ""
-    return f"a DataLoader worker found no room for its batch in shared memory. {shared_memory_shortage(inspect)}"

@@ -24,9 +24,6 @@ ROTARY_BASE = 10_000.0
 NORM_EPSILON = 1e-5
 
 
-_SIZES = ("layers", "width", "heads", "vocab", "sequence")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
     """The size of a decoder.
@@ -41,8 +38,7 @@ class Geometry:
             Source: Ainslie et al., "GQA" (arXiv:2305.13245).
         inner: width inside the MLP; 0: 8/3 of the width, see :attr:`mlp_width`.
 
-    Raises: ValueError if a number is below 1, or the width is no even multiple of the heads, or these are no multiple
-        of the heads of keys.
+    Raises: ValueError if the width is no even multiple of the heads, or these are no multiple of the heads of keys.
 
     >>> Geometry(layers=12, width=768, heads=12, vocab=50257, sequence=512).parameters
     162148608
@@ -57,18 +53,20 @@ class Geometry:
     inner: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"key_heads": 0, "inner": 0, **dict.fromkeys(_SIZES, 1)}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.width % (2 * self.heads):
             raise ValueError(f"width must be an even multiple of heads, and {self.width} is none of {self.heads}")
         if self.key_heads and self.heads % self.key_heads:
             raise ValueError(f"heads must be a multiple of key_heads, and {self.heads} is none of {self.key_heads}")
 
     @property
+    def query_width(self) -> int:
+        """Width of all queries of a position together."""
+        return self.width
+
+    @property
     def key_width(self) -> int:
         """Width of all keys of a position together, and of all values."""
-        return self.width // self.heads * (self.key_heads or self.heads)
+        return self.query_width // self.heads * (self.key_heads or self.heads)
 
     @property
     def mlp_width(self) -> int:
@@ -80,10 +78,14 @@ class Geometry:
         return self.inner or -(-8 * self.width // (3 * 64)) * 64
 
     @property
+    def block_parameters(self) -> int:
+        """Weights of a block's matrices."""
+        return 2 * self.width * (self.query_width + self.key_width) + 3 * self.width * self.mlp_width
+
+    @property
     def multiplied_parameters(self) -> int:
         """Weights that each token is multiplied by: all matrices but the embedding, which is only looked up."""
-        block = 2 * self.width * (self.width + self.key_width) + 3 * self.width * self.mlp_width
-        return self.layers * block + self.vocab * self.width
+        return self.layers * self.block_parameters + self.vocab * self.width
 
     @property
     def parameters(self) -> int:

@@ -141,11 +141,7 @@ def efficiency(larger: Sequence[Series], smaller: Sequence[Series]) -> Series:
     Args:
         larger: the rate of each rank in the larger groups.
         smaller: the rate of each rank in the smaller groups.
-
-    Raises: ValueError if there is no rate.
     """
-    if not larger or not smaller:
-        raise ValueError("a ratio of rates needs rates of both sizes")
     every = [*larger, *smaller]
     if not all(0 < end < math.inf for one in every for end in (one.low, one.median, one.high)):
         return _rate(math.nan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -45,11 +45,7 @@ def shard(model: Model, mesh: DeviceMesh, *, precision: str = "bf16") -> Model:
         precision: one of ``POLICIES``.
 
     Returns: the model itself, whose forward gathers the weights now.
-
-    Raises: ValueError if there is no such precision.
     """
-    if precision not in POLICIES:
-        raise ValueError(f"precision is one of {', '.join(POLICIES)}, not {precision!r}")
     for block in cast(Any, model).blocks:
         fully_shard(block, mesh=mesh, mp_policy=POLICIES[precision], reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=POLICIES[precision], reshard_after_forward=False)
@@ -121,3 +117,29 @@ def layout_defect(model: Decoder, whole: Decoder, *, ranks: int, rank: int) -> s
                 f"{tuple(due.shape)}. fully_shard has not divided it"
             )
     return ""
+
+
+def watch_gradients(model: nn.Module, act: Callable[[str, torch.Tensor], object]) -> None:
+    """Call ``act(name, gradient)`` with each gradient of this rank alone, whole, before the ranks exchange it.
+
+    Collective, if the model is sharded: its weights are gathered once.
+    """
+    watched = set()
+
+    def watch(weight: torch.Tensor, name: str) -> None:
+        def hook(gradient: torch.Tensor) -> None:  # what it returned would replace the gradient
+            act(name, gradient)
+
+        weight.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    for prefix, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()  # the whole weights stay the same objects when they are gathered again
+        elif module is not model:
+            continue
+        for name, weight in module.named_parameters(prefix):
+            if weight.requires_grad and not isinstance(weight, DTensor) and name not in watched:
+                watched.add(name)
+                watch(weight, name)
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -7,7 +7,7 @@ separate steps, so that the timing does not affect the measured ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -131,7 +131,6 @@ class Training:
         learning_rate: constant.
         parts: of each step; by default ``PARTS`` of this module.
 
-    Raises: ValueError if there is no such precision.
     """
 
     def __init__(
@@ -143,8 +142,6 @@ class Training:
         learning_rate: float = LEARNING_RATE,
         parts: Parts | None = None,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}")
         self.model = model
         self._device, self._precision, self._parts = device, precision, parts or PARTS
         trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -270,7 +267,10 @@ def time_without_exchange(training: Training, batches: Iterator[torch.Tensor], c
     DistributedDataParallel: in ``no_sync``. FSDP2: whole weights and gradients stay on each rank, so that after the
     first of these steps there is nothing to gather; it takes ``GATHERED_BYTES`` for each weight.
     """
-    with _without_exchange(training.model):
+    if isinstance(training.model, FSDPModule):
+        training.model.set_reshard_after_forward(False)
+        training.model.set_reshard_after_backward(False)
+    with without_gradient_sync(training.model):
         for _ in range(steps + 1):
             rows = next(batches)
             training.optimizer.zero_grad(set_to_none=True)
@@ -278,18 +278,3 @@ def time_without_exchange(training: Training, batches: Iterator[torch.Tensor], c
                 training.loss(rows).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         # The first one may gather weights.
         return median(clock.read()[1:])
-
-
-def exposed(parts: Mapping[str, float], alone_seconds: float) -> float:
-    """Return how much longer forward and backward take with the exchange than without; not below 0, although two equal
-    medians may differ by chance."""
-    return max(0.0, parts["forward"] + parts["backward"] - alone_seconds)
-
-
-@contextmanager
-def _without_exchange(model: nn.Module) -> Iterator[None]:
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_forward(False)
-        model.set_reshard_after_backward(False)
-    with without_gradient_sync(model):
-        yield

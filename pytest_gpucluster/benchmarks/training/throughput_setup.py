@@ -25,9 +25,9 @@ from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry
 from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.benchmarks.training.step import StepResult, Training
 from pytest_gpucluster.device.interface import Accelerator
+from pytest_gpucluster.text import first_line
 
 Strategy = Literal["ddp", "fsdp"]
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
 
 _STATE_BYTES = 16
 """A weight, its gradient and both moments of AdamW, all fp32."""
@@ -50,8 +50,6 @@ class Setup:
         recompute: blocks are computed again in backward, and keep only their input.
         workers: processes that read ahead.
         prefetch: batches that each of them reads ahead.
-
-    Raises: ValueError if there is no such strategy.
     """
 
     geometry: Geometry
@@ -61,10 +59,6 @@ class Setup:
     recompute: bool
     workers: int
     prefetch: int
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
 
     def kept(self, by: Accelerator) -> Setup:
         """Return what a device really trains of it: all, but a simulated device a small eager model with few tokens."""
@@ -98,11 +92,10 @@ class Setup:
             ranks: that share the training.
         """
         sizes = self.geometry
-        of_block = 2 * sizes.width * (sizes.width + sizes.key_width) + 3 * sizes.width * sizes.mlp_width
         if self.strategy == "ddp":
             state = sizes.parameters * (_STATE_BYTES + 2 + (4 if ranks > 1 else 0))
         else:
-            whole = 2 * sizes.vocab * sizes.width + 2 * of_block
+            whole = 2 * sizes.vocab * sizes.width + 2 * sizes.block_parameters
             state = sizes.parameters * _STATE_BYTES // ranks + whole * (2 + 2 + 4)
         kept = 32 * sizes.width + 8 * sizes.mlp_width
         blocks = kept + 4 * sizes.width * sizes.layers if self.recompute else kept * sizes.layers
@@ -211,7 +204,7 @@ def missing_compiler(device: torch.device) -> str:
     # All errors of a missing or broken compiler: torch's own RuntimeErrors, those of a process's start or its exit
     # code (triton calls a C compiler by itself), and a failed import of triton.
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-        return f"{type(error).__name__}: {_first_line(str(error))}"
+        return _described(error)
     if not torch.equal(found, _sample(given)):
         return f"its compiled code is wrong: {found.tolist()}, expected {_sample(given).tolist()}"
     return ""
@@ -230,9 +223,7 @@ def compile_blocks(model: Decoder) -> None:
 
 def compile_failed(error: BaseException) -> str:
     """Return the compiler's error in a line: "" if the error is none of the compiler's."""
-    if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
-        return ""
-    return f"{type(error).__name__}: {_first_line(str(error))}"
+    return _described(error) if isinstance(error, torch._dynamo.exc.TorchDynamoException) else ""
 
 
 @contextmanager
@@ -269,7 +260,7 @@ def _sample(given: torch.Tensor) -> torch.Tensor:
     return given * 3 + 1
 
 
-def _first_line(text: str) -> str:
-    """Return the first informative line: some of torch's errors begin with one that announces the next."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith("raised:")]
-    return (lines[0] if lines else "no reason given").replace(os.path.expanduser("~"), "~")[:200]
+def _described(error: BaseException) -> str:
+    # Some of torch's errors begin with a line that announces the next.
+    lines = (line for line in str(error).splitlines() if line.strip() and not line.rstrip().endswith("raised:"))
+    return f"{type(error).__name__}: {first_line(next(lines, ''))}".replace(os.path.expanduser("~"), "~")

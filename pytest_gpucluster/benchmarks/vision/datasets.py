@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training.loader import Batches, Inspect, in_batches, inspect_shared_memory
+from pytest_gpucluster.benchmarks.training.loader import Batches, in_batches
 from pytest_gpucluster.errors import EnvironmentBroken
 
 Sample = tuple[torch.Tensor, int]
@@ -185,8 +185,7 @@ class ImageFolder:
         folder: whose folders are the classes, numbered in the order of their names.
         side: of the squares, in pixels.
 
-    Raises: EnvironmentBroken, with the file or folder, if a class is empty, a file is no image by its name, or there
-        are fewer than two classes.
+    Raises: EnvironmentBroken, with the file or folder, if a class is empty, or a file is no image by its name.
     """
 
     name = "folder"
@@ -206,10 +205,6 @@ class ImageFolder:
                 raise EnvironmentBroken(f"{folder / name}: this class has no images")
             self._files += [(f"{name}/{file}", label) for file in files]
         self.classes = len(classes)
-        if self.classes < 2:
-            raise EnvironmentBroken(
-                f"{folder}: has {self.classes} folders of images, and at least 2 classes are needed"
-            )
 
     def __len__(self) -> int:
         return len(self._files)
@@ -286,7 +281,7 @@ class ImageBatches(Batches):
         batch: images of a batch.
         rank, world_size: select the share of the images.
         seed: of their order.
-        workers, prefetch, pinned, inspect: as of ``Batches``.
+        workers, prefetch, pinned: as of ``Batches``.
     """
 
     def __init__(
@@ -300,7 +295,6 @@ class ImageBatches(Batches):
         world_size: int,
         seed: int,
         pinned: bool,
-        inspect: Inspect = inspect_shared_memory,
     ) -> None:
         sampler = DistributedSampler(images, num_replicas=world_size, rank=rank, seed=seed)  # type: ignore[var-annotated,arg-type]  # images are no Dataset to mypy
 
@@ -309,6 +303,4 @@ class ImageBatches(Batches):
                 sampler.set_epoch(epoch)
                 yield from sampler
 
-        super().__init__(
-            images, in_batches(rows(), batch), workers=workers, prefetch=prefetch, pinned=pinned, inspect=inspect
-        )
+        super().__init__(images, in_batches(rows(), batch), workers=workers, prefetch=prefetch, pinned=pinned)

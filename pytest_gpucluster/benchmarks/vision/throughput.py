@@ -36,7 +36,6 @@ from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
-from pytest_gpucluster.metrics.units import require_one_of
 
 CLASSES = 1000
 """Of ImageNet's challenge, for which the geometries were made. Source: He et al., "Deep Residual Learning for Image
@@ -106,14 +105,12 @@ class ResNet(nn.Module):
         narrow: on a simulated device, by which its widths are divided.
 
     Raises:
-        ValueError: there is no such network.
         ImportError: transformers is not installed.
         EnvironmentBroken: this version of transformers creates another network of the geometry.
     """
 
     def __init__(self, name: str, *, classes: int = CLASSES, narrow: int = 1) -> None:
         super().__init__()
-        require_one_of("a network", name, NETWORKS)
         import transformers  # an extra, and slow to import
 
         network = NETWORKS[name]
@@ -341,7 +338,9 @@ class _Training:
             if self._batches is not None:
                 self._batches.close()
         with counted(VERIFYING):
-            self._compare_weights()
+            weights = fingerprint(self._model.parameters())
+            found = [value for [value] in self._ranks.gather_fingerprints(weights)]
+            self._raise_defect(weight_defects(found, "at the end", NOT_REDUCED).get(self._ranks.index, ""))
         return ImageRate(
             images_per_second=steady.rate(setup.batch),
             data_wait=tuple(self._waits),
@@ -378,7 +377,6 @@ class _Training:
         return opened
 
     def _make(self, images: Images) -> None:
-        """Create network, replica and optimizer."""
         setup, side = self._setup, max(images.shape[:2])
         # ImageNet's head at least: the network is the same for all data, and the loss falls at once, when it learns
         # which classes occur.
@@ -412,7 +410,6 @@ class _Training:
                 seed=0,
                 # Only from pinned memory can a copy overlap with the host's work.
                 pinned=self._device.type == "cuda",
-                inspect=self._components.inspect,
             )
             self._take()
         except OSError as error:
@@ -432,7 +429,6 @@ class _Training:
         return self._batch
 
     def _step(self, batch: Any) -> torch.Tensor:
-        """Take a step; return its loss, left on the device."""
         images, labels = (part.to(self._device, non_blocking=True) for part in batch)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
             logits = self._replica(as_input(images))
@@ -478,7 +474,3 @@ class _Training:
         """Raise on the ranks with a defect of their training, and PeerGaveUp on the others."""
         name = self._ranks.name(self._ranks.index)
         self._ranks.raise_failure(WrongResult(f"{name} {defect}") if defect else None)
-
-    def _compare_weights(self) -> None:
-        found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._model.parameters()))]
-        self._raise_defect(weight_defects(found, "at the end", NOT_REDUCED).get(self._ranks.index, ""))

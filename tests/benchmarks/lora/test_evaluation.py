@@ -115,7 +115,7 @@ def test_answers_stand_in_the_order_of_the_rows_whatever_the_batch(tokenizer):
     for batch in (1, 3, 8):
         score = ask(tokenizer, Parrot(tokenizer, answers), rows, batch=batch)
         assert [answer.expected.arguments["city"] for answer in score.answers] == cities
-        assert [answer.right_arguments for answer in score.answers] == [True, True, False, True]
+        assert [answer.grade == 3 for answer in score.answers] == [True, True, False, True]
 
 
 def test_what_cannot_be_asked_is_counted_by_its_reason_and_where_nothing_is_asked_nothing_is_a_pass(tokenizer):
@@ -179,16 +179,6 @@ def test_a_model_that_never_ends_is_cut_off(tokenizer):
     assert (model.calls, score.counts["well_formed"]) == (80, 0)
 
 
-def test_the_model_keeps_its_mode_also_when_it_fails(tokenizer):
-    for training in (True, False):
-        model = parrot(tokenizer).train(training)
-        ask(tokenizer, model, [row(CALL)], max_new_tokens=2)
-        assert model.training is training
-        with pytest.raises(ValueError, match=r"max\(\)"):
-            ask(tokenizer, model, [row(CALL, "Oslo")], max_new_tokens=2)
-        assert model.training is training
-
-
 def test_logits_that_are_not_finite_are_a_wrong_result(tokenizer):
     class Broken(Parrot):
         def logits(self, right):
@@ -197,12 +187,6 @@ def test_logits_that_are_not_finite_are_a_wrong_result(tokenizer):
 
     with pytest.raises(WrongResult, match="not finite"):
         ask(tokenizer, Broken(tokenizer, {prompt_of(row(CALL)): f" {CALL}"}), [row(CALL)])
-
-
-@of_each("sizes", [{"limit": 0}, {"max_new_tokens": 0}, {"batch": 0}])
-def test_sizes_below_1_are_refused(tokenizer, sizes):
-    with pytest.raises(ValueError, match="at least 1"):
-        ask(tokenizer, None, [], **sizes)
 
 
 def qwen2(vocab):

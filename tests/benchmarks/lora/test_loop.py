@@ -117,8 +117,8 @@ def spoil_on_rank_1(rank, kind):
     """In the second step."""
     number = 0
 
-    def shard(model, *given):
-        lora_loop.fully_sharded(model, *given)
+    def shard(model, mesh, **how):
+        lora_loop.shard(model, mesh, **how)
         if rank == 1 and kind == "loss":
             model.register_forward_hook(lambda module, given, sums: (sums[0] * spoil(), sums[1]))
 
@@ -197,13 +197,6 @@ def test_held_out_blocks_are_taken_whole_and_leave_the_model_as_it_was(make):
     assert math.isfinite(loss)
     assert trainer.held_out_loss(packed) == loss
     assert steps(trainer, 1)[0].weights == steps(make(dropout=False), 1)[0].weights
-
-
-def test_a_block_in_which_nothing_is_judged_is_refused(make):
-    packed = blocks()
-    packed.loss_mask[2] = False
-    with pytest.raises(ValueError, match=r"loss mask"):
-        make(packed)
 
 
 def test_without_a_compiler_blocks_run_eagerly_and_it_is_said(make, monkeypatch):
@@ -318,9 +311,9 @@ def test_the_throughput_of_any_sizes_can_be_measured(make):
     seen = []
     found = throughput(progress=lambda step, of, **figures: seen.append((step, of)))
     assert found.tokens_per_second.median > 0
-    assert len(found.tokens_per_second.samples) == found.steps - 3 >= 8
+    assert len(found.tokens_per_second.samples) == seen[-1][0] - 3 >= 8
     assert max(of for _, of in seen) < 1000, "the steps to come, and not those that there may be at most"
-    assert (seen[0][0], seen[-1]) == (3, (found.steps, found.steps))
+    assert (seen[0][0], seen[-1][0]) == (3, seen[-1][1])
     assert found.peak_bytes is None
 
 

@@ -50,10 +50,7 @@ def test_every_call_is_of_a_function_that_the_system_text_has_as_it_was_asked_fo
     assert set(called) == {function.name for function in FUNCTIONS}
 
 
-def test_no_rows_and_more_than_there_are_different_ones_are_refused(monkeypatch):
-    for count in (0, -1):
-        with pytest.raises(ValueError, match=r"count must.* 1"):
-            synthetic_rows(count, seed=0)
+def test_more_rows_than_there_are_different_ones_are_refused(monkeypatch):
     monkeypatch.setattr("pytest_gpucluster.benchmarks.lora.synthetic._TALK_RATIO", 1.0)
     with pytest.raises(ValueError, match="300 different"):
         synthetic_rows(300, seed=0)
@@ -77,9 +74,9 @@ def test_which_are_held_out_does_not_hang_on_the_order_and_changes_with_the_seed
 
 def test_a_split_that_leaves_a_side_empty_is_refused():
     assert len(held_out_split(ROWS[:3], 0.001, seed=0)[1]) == 1
-    for rows, ratio in [(ROWS, 0.0), (ROWS, 1.0), (ROWS[:1], 0.5), ([], 0.5), (ROWS[:1] * 5, 0.5)]:
-        with pytest.raises(ValueError, match=r"above 0 %|too few"):
-            held_out_split(rows, ratio, seed=0)
+    for rows in (ROWS[:1], [], ROWS[:1] * 5):
+        with pytest.raises(ValueError, match="too few"):
+            held_out_split(rows, 0.5, seed=0)
 
 
 def test_the_draws_of_a_seed_are_these_for_ever():

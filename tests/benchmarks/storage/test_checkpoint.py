@@ -84,10 +84,9 @@ def test_model_and_optimizer_come_back_bit_by_bit_however_they_are_wrapped(group
     training.optimizer.param_groups[0]["lr"] = 0.25
     train(training, 1)
     found = saved(training, tmp_path / "new" / "folder", group, extra={"epoch": 1, "seen": [3, 4]})
-    assert found.path == tmp_path / "new" / "folder" / "step-00000002"
-    assert found.stored_bytes == sum(one.stat().st_size for one in found.path.iterdir() if one.name != manifest.NAME)
+    assert found == tmp_path / "new" / "folder" / "step-00000002"
     other = made(into, group, seed=1, steps=1)  # with moments and gradients of its own
-    assert loaded(other, found.path, group) == {"epoch": 1, "seen": [3, 4], "step": 2}
+    assert loaded(other, found, group) == {"epoch": 1, "seen": [3, 4], "step": 2}
     assert other.optimizer.param_groups[0]["lr"] == 0.25
     assert state(other) == state(training)
     assert train(other, 2) == train(training, 2)
@@ -97,7 +96,7 @@ def test_model_and_optimizer_come_back_bit_by_bit_however_they_are_wrapped(group
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_weights_can_be_left_out_and_stay_as_they_are(group, tmp_path, kind):
     training = made(kind, group, steps=2, frozen=True)
-    path = saved(training, tmp_path, group, trained_only=True).path
+    path = saved(training, tmp_path, group, trained_only=True)
     other = made(kind, group, seed=1, frozen=True)
     before = local(next(other.model.parameters()).detach()).clone()
     loaded(other, path, group, trained_only=True)
@@ -117,7 +116,7 @@ def test_the_newest_ones_are_kept_and_a_step_that_is_saved_again_takes_the_place
     assert latest(tmp_path).name == "step-00000100"
     saved(training, tmp_path, group, 200, keep=1)
     train(training, 1)
-    path = saved(training, tmp_path, group, 200, extra={"again": True}).path
+    path = saved(training, tmp_path, group, 200, extra={"again": True})
     assert [one.name for one in tmp_path.iterdir()] == ["step-00000200"]
     other = made("plain", group, seed=1)
     assert loaded(other, path, group)["again"]
@@ -237,7 +236,7 @@ DAMAGES = {
 @of_each("case", [(name, how) for name in ("__0_0.distcp", ".metadata") for how in DAMAGES])
 def test_a_broken_file_is_named_with_what_was_found_and_expected(group, tmp_path, case):
     name, how = case
-    path = saved(made("plain", group, steps=1), tmp_path / how, group).path
+    path = saved(made("plain", group, steps=1), tmp_path / how, group)
     whole = (path / name).stat().st_size
     DAMAGES[how](path / name)
     training = made("plain", group, seed=1, steps=1)
@@ -264,14 +263,14 @@ def test_a_broken_file_is_named_with_what_was_found_and_expected(group, tmp_path
     ],
 )
 def test_a_broken_manifest_is_named(group, tmp_path, broken):
-    path = saved(made("plain", group, steps=1), tmp_path, group).path
+    path = saved(made("plain", group, steps=1), tmp_path, group)
     broken[0](path / manifest.NAME)
     with pytest.raises(WrongResult, match=rf"{path / manifest.NAME} {broken[1]}"):
         loaded(made("plain", group), path, group)
 
 
 def test_a_checkpoint_of_another_model_or_format_is_refused(group, tmp_path, monkeypatch):
-    checkpoint = saved(made("plain", group, steps=1), tmp_path, group).path
+    checkpoint = saved(made("plain", group, steps=1), tmp_path, group)
     for change, message in [
         ({"layers": 2}, r"another model: 6 of 9 weights differ \(blocks\.1\."),
         ({"vocab": 128}, r"embedding\.weight: saved \(64, 64\), requested \(128, 64\)"),

@@ -27,12 +27,9 @@ def check(group, tmp_path):
 
 def test_one_rank_goes_on_as_if_nothing_had_happened(check, tmp_path):
     (tmp_path / "gpucluster-checkpoint-of-another-run").mkdir()
-    found = check()
-    assert (found.same, found.replicated, found.fewer) == (0, 0, None)
-    assert found.saved.step == 2
-    assert found.saved.stored_bytes > 12 * GEOMETRY.parameters
+    assert check() == (0, 0, None)
     assert [path.name for path in tmp_path.iterdir()] == ["gpucluster-checkpoint-of-another-run"]
-    assert check(fewer=dist.group.WORLD).fewer == 0
+    assert check(fewer=dist.group.WORLD) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])

@@ -107,9 +107,7 @@ def test_a_version_is_known_by_its_whole_content_only() -> None:
 
 def test_this_host_s_file_system_replaces_at_once(tmp_path: Path) -> None:
     found = run(tmp_path)
-    assert (found.missing, found.torn, found.stale, found.backward) == (0, 0, 0, 0)
-    assert (found.whole_ratio, found.last) == (1.0, TIMES)
-    assert found.versions > 2
+    assert (found.broken, found.whole_ratio, found.last) == ({}, 1.0, TIMES)
     check(found)
 
 
@@ -122,9 +120,9 @@ def test_a_file_that_is_missing_for_a_moment_is_noticed(tmp_path: Path) -> None:
         return path.read_bytes()
 
     found = run(tmp_path, read_renamed=read)
-    assert found.missing > 0
+    assert found.broken["missing"] > 0
     assert found.whole_ratio < 1
-    with pytest.raises(WrongResult, match=r"(?s)node-b .*/file missing \d+ times and torn 0 .*missing after version"):
+    with pytest.raises(WrongResult, match=r"node-b .*/file missing \d+ times in"):
         check(found)
 
 
@@ -136,9 +134,8 @@ def test_a_file_that_is_written_in_place_is_seen_in_parts(tmp_path: Path) -> Non
         return content[:4096] if next(reads) % 7 == 0 else content
 
     found = run(tmp_path, read_renamed=read)
-    with pytest.raises(WrongResult, match=r"missing 0 times and torn \d+ times"):
+    with pytest.raises(WrongResult, match=r"/file with 4096 .*version \d+ times in"):
         check(found)
-    assert re.search(r"4096 .*version, after", found.examples[0])
 
 
 def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
@@ -162,7 +159,7 @@ def test_a_reader_that_sees_nothing_is_no_pass(tmp_path: Path, monkeypatch: pyte
         check(found)
 
 
-def test_stale_handles_and_older_versions_are_counted_and_no_failure(tmp_path: Path) -> None:
+def test_stale_handles_and_older_versions_are_no_failure(tmp_path: Path) -> None:
     reads = itertools.count(1)
 
     def read(path: Path) -> bytes:
@@ -172,8 +169,7 @@ def test_stale_handles_and_older_versions_are_counted_and_no_failure(tmp_path: P
         return version_content(0) if number == 31 else path.read_bytes()
 
     found = run(tmp_path, read_renamed=read)
-    assert found.stale > 0
-    assert found.backward <= 1
+    assert next(reads) > found.counted + 1, "some were stale"
     check(found)
 
 
@@ -387,13 +383,9 @@ def on(*mounts: Mount | None) -> list[MountInfo]:
     return [replace(HERE, host=f"node-{'abcd'[index]}", mount=mount) for index, mount in enumerate(mounts)]
 
 
-def test_the_same_everywhere_passes_and_another_address_of_the_server_is_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_same_everywhere_passes_and_another_address_of_the_server_too() -> None:
     require_same_mounts(FOLDER, on(NFS, NFS, NFS))
-    assert capsys.readouterr().out == ""
     require_same_mounts(FOLDER, on(NFS, NFS, replace(NFS, source="10.0.0.2:/export")))
-    assert "10.0.0.2:/export on /data on node-c, where 2 of 3 hosts have nfs4 server:/export" in capsys.readouterr().out
 
 
 READ_ONLY = replace(NFS, options=("ro",))

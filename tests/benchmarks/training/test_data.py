@@ -43,11 +43,6 @@ def test_a_row_that_is_not_there_is_an_error(row):
         PackedTokens(rows=200, sequence=4, vocab=9, seed=0)[row]
 
 
-def test_no_rows_at_all_are_refused():
-    with pytest.raises(ValueError, match=r"rows must.* 1, not 0"):
-        PackedTokens(rows=0, sequence=4, vocab=9, seed=0)
-
-
 ROWS = 30
 DATA = PackedTokens(rows=ROWS, sequence=4, vocab=9, seed=0)
 

@@ -9,13 +9,8 @@ import torch
 from each import of_each
 
 from pytest_gpucluster.benchmarks.training import fingerprint as module
-from pytest_gpucluster.benchmarks.training.fingerprint import (
-    StepRecord,
-    distance,
-    errors,
-    fingerprint,
-    relative,
-)
+from pytest_gpucluster.benchmarks.training.fingerprint import distance, fingerprint, relative
+from pytest_gpucluster.benchmarks.training.step_check import StepRecord, errors
 
 
 def numbers(dtype=torch.float32, count=1000):

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
@@ -20,10 +19,8 @@ from each import of_each
 from pytest_gpucluster.benchmarks.training import data, loader
 from pytest_gpucluster.benchmarks.training.data import PackedTokens, endless_batches
 from pytest_gpucluster.benchmarks.training.loader import (
-    SharedMemory,
     needed_bytes,
     require_shared_memory,
-    shared_memory_shortage,
     worker_context,
 )
 from pytest_gpucluster.benchmarks.training.model import Geometry
@@ -73,17 +70,13 @@ class Wrong(Numbered):
         return {}[row]
 
 
-def look():
-    return SharedMemory(total_bytes=2**26, free_bytes=2**20, device=1)
-
-
 @pytest.fixture
 def started():
     """Make batches that end with the test, and see that their workers do."""
     all_of = []
 
     def start(images, **changes):
-        all_of.append(ImageBatches(images, **{**SETTINGS, "inspect": look, **changes}))
+        all_of.append(ImageBatches(images, **{**SETTINGS, **changes}))
         return all_of[-1]
 
     yield start
@@ -126,7 +119,7 @@ def test_an_image_that_cannot_be_read_is_an_error_in_plain_words(started, worker
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (signal.SIGBUS, r"of SIGBUS\. .*/dev/shm has 0\.000977 GiB free of 0\.0625 "),
+        (signal.SIGBUS, r"of SIGBUS\. .*shared memory is full\. .*larger: docker"),
         (signal.SIGKILL, r"died of SIGKILL\. .*lack of memory"),
         (signal.SIGSEGV, r"of SIGSEGV\. "),
     ],
@@ -145,7 +138,7 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_reported_of(started, mo
         yield
 
     monkeypatch.setattr(batches, "_batches", full())
-    with pytest.raises(EnvironmentBroken, match=r"^a DataLoader .*shared memory\. "):
+    with pytest.raises(EnvironmentBroken, match=r"^a DataLoader .*shared memory\. .*larger: docker"):
         next(batches)
 
 
@@ -156,15 +149,13 @@ def test_a_mistake_in_the_program_stays_what_it_is(started, workers):
         next(batches)
 
 
-def test_after_closing_there_is_no_next_batch_and_no_worker(started):
+def test_after_closing_there_is_no_worker(started):
     batches = started(Numbered())
     next(batches)
     workers = multiprocessing.active_children()
     assert len(workers) == 2
     batches.close()
     assert not any(worker.is_alive() for worker in workers)
-    with pytest.raises(ValueError, match="have been closed"):
-        next(batches)
 
 
 def read_until_killed(ours):
@@ -244,7 +235,7 @@ class FakeRanks:
 
 
 def free(mib, total=64, device=7):
-    return lambda: SharedMemory(total_bytes=total * MIB, free_bytes=int(mib * MIB), device=device)
+    return lambda: (device, total * MIB, int(mib * MIB))
 
 
 def missing():
@@ -257,9 +248,9 @@ def test_the_need_counts_all_batches_of_all_workers_in_whole_pages():
 
 
 def test_dev_shm_of_this_machine_is_looked_at():
-    room = loader.inspect_shared_memory()
-    assert 0 < room.free_bytes <= room.total_bytes
-    assert room.device == Path("/dev/shm").stat().st_dev
+    device, total_bytes, free_bytes = loader.inspect_shared_memory()
+    assert 0 < free_bytes <= total_bytes
+    assert device == Path("/dev/shm").stat().st_dev
 
 
 def test_a_tmpfs_without_a_limit_has_room_for_anything(monkeypatch):
@@ -294,10 +285,3 @@ def test_ranks_that_share_it_are_counted_together(case):
     other, message = case
     with contextlib.nullcontext() if message is None else pytest.raises(EnvironmentBroken, match=rf"^{message}"):
         require_shared_memory(FakeRanks(other), node=0, needed=30 * MIB, inspect=free(60))
-
-
-def test_after_a_failure_what_there_is_is_reported():
-    assert re.search(
-        r"/dev/shm has 0\.00146 GiB free of 0\.0625 GiB now\. .*larger: docker.* ", shared_memory_shortage(free(1.5))
-    )
-    assert re.search(r"/dev/shm cannot.*: \[Errno 2\]", shared_memory_shortage(missing))

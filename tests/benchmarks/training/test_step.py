@@ -18,7 +18,6 @@ from pytest_gpucluster.benchmarks.training.step import (
     IN_ORDER,
     Parts,
     Training,
-    exposed,
     time_parts,
     time_without_exchange,
     token_mean,
@@ -115,11 +114,6 @@ def test_the_learning_rate_and_the_update_decide_how_far_weights_move():
     assert float((weights_of(trained.model) - start).abs().max()) == pytest.approx(step.LEARNING_RATE, rel=1e-3)
 
 
-def test_an_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match=r"precision is.* fp32, bf16, own, not 'fp16'"):
-        training("fp16")
-
-
 @pytest.fixture
 def clock():
     return ManualClock()
@@ -158,8 +152,3 @@ def test_each_part_is_the_median_of_its_own_time(clock):
 def test_a_step_without_exchange_is_forward_and_backward_but_for_the_first_one(clock):
     training = training_of(clock, forward=[50, 1, 1, 3], backward=[50, 2, 2, 3], optimizer=[])
     assert time_without_exchange(training, batches_of(clock, 9), clock, steps=3) == 3
-
-
-@pytest.mark.parametrize(("alone", "expected"), [(2.5, 0.5), (4, 0)], ids=["longer with it", "by chance"])
-def test_what_is_exposed_is_what_the_exchange_adds(alone, expected):
-    assert exposed({"forward": 1, "backward": 2}, alone) == expected

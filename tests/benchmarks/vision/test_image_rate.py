@@ -12,7 +12,6 @@ import torch
 from each import of_each
 from torch import nn
 
-from pytest_gpucluster.benchmarks.training.loader import SharedMemory
 from pytest_gpucluster.benchmarks.vision import throughput as module
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, StoredImages, SyntheticImages
 from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS, Setup, as_input, class_mean, image_rate
@@ -150,7 +149,7 @@ def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
 
 def test_too_small_shared_memory_is_reported_before_a_worker_is_started():
     started = []
-    room = SharedMemory(total_bytes=2**26, free_bytes=2**14, device=1)
+    room = (1, 2**26, 2**14)
     components = replace(PARTS, inspect=lambda: room, batches=lambda *given, **more: started.append(1))
     with pytest.raises(EnvironmentBroken, match=r"^rank 0: /dev/shm has 1\.53e-05 GiB free of 0\.0625 GiB"):
         run(setup=replace(SETUP, workers=2, prefetch=2), components=components)
