@@ -123,7 +123,7 @@ def evaluate(
     Not collective: the model is whole on one device.
 
     Args:
-        model: a causal language model of transformers, with or without peft's adapters, in evaluation mode.
+        model: a causal language model of transformers, with or without peft's adapters. It stays in evaluation mode.
         tokenizer: the one of its training.
         rows: conversations.
         device: where the model is.
@@ -138,6 +138,7 @@ def evaluate(
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     room = math.inf if longest is None else longest - max_new_tokens
     questions = list(islice(_questions(rows, tokenizer, room, skipped, render), limit))
+    model.eval()
     with torch.no_grad():
         texts = _write(model, tokenizer, [prompt for prompt, _ in questions], device, max_new_tokens, batch)
     answers = tuple(

@@ -155,8 +155,6 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-PREFIX = "gpucluster-checkpoint-"
-
 VISIBILITY_SECONDS = 90.0
 """How long a network file system may take to show on one host what another one has created. An NFS client may cache a
 missing name for as long as the attributes of the folder, by default up to 60 s (Source: nfs(5), acdirmax and
@@ -169,7 +167,7 @@ def make_unique_folder(folder: Path) -> Path:
     Raises: OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+    return Path(tempfile.mkdtemp(prefix="gpucluster-checkpoint-", dir=folder))
 
 
 def wait_for(path: Path) -> Path:

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -41,23 +42,9 @@ _ENDLESS = 10**9
 """More steps than any training takes: a death or the alarm ends it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The training, as each rank gets it on its command line, as JSON: ``dies`` is the rank that dies."""
-
-    geometry: Geometry
-    device: str
-    batch: int
-    steps: int
-    dies: int
-    how: str
-    folder: str
-    seconds: float  # each rank's own alarm ends it after this time, also when nothing watches it
-
-
-def _stamp(job: _Job, rank: int, name: str) -> None:
+def _stamp(folder: str, rank: int, name: str) -> None:
     """Write how far a rank has come, with the clock that all processes of a host share: it may die at any moment."""
-    with Path(job.folder, f"rank-{rank}.txt").open("a", encoding="ascii") as file:
+    with Path(folder, f"rank-{rank}.txt").open("a", encoding="ascii") as file:
         file.write(f"{name} {time.monotonic()!r} {os.getpid()}\n")
 
 
@@ -79,26 +66,31 @@ def _die(how: str) -> None:
 
 
 def _train(argument: str) -> None:
-    """Train until one rank dies. It does not return."""
-    fields = json.loads(argument)
-    job = _Job(geometry=Geometry(**fields.pop("geometry")), **fields)
+    """Train until one rank dies. It does not return.
+
+    Args:
+        argument: of the command line, JSON: geometry, device, batch; ``dies``, the rank that does, ``how``, after
+            ``steps``; the folder of the stamps; and the seconds after which each rank's own alarm ends it.
+    """
+    job = SimpleNamespace(**json.loads(argument))
+    geometry = Geometry(**job.geometry)
     # Its default action ends the process in the kernel, even where Python does not run any more.
     signal.alarm(max(1, round(job.seconds)))
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _stamp(job, rank, "started")
+    _stamp(job.folder, rank, "started")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if job.device == "cuda" else torch.device("cpu")
     accelerator(device).make_current()
-    model = replicate(make_decoder(job.geometry, device, seed=0), device, init_group(device))
+    model = replicate(make_decoder(geometry, device, seed=0), device, init_group(device))
     training = Training(model, device, precision="bf16")
     rows = count * job.batch
-    data = PackedTokens(rows=rows, sequence=job.geometry.sequence, vocab=job.geometry.vocab, seed=0)
+    data = PackedTokens(rows=rows, sequence=geometry.sequence, vocab=geometry.vocab, seed=0)
     mine = torch.stack([data[row] for row in range(rank, rows, count)]).to(device)
     for step in range(1, _ENDLESS):
         result = training.step([mine])
         float(result.losses.mean())  # waits for the GPU, as a training that prints its loss does
-        _stamp(job, rank, f"step-{step}")
+        _stamp(job.folder, rank, f"step-{step}")
         if step == job.steps and rank == job.dies:
-            _stamp(job, rank, "dies")
+            _stamp(job.folder, rank, "dies")
             sys.stderr.flush()
             _die(job.how)
 
@@ -309,17 +301,17 @@ def check_propagation(
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
     folder.mkdir(parents=True)
-    job = _Job(
-        geometry=geometry,
-        device=device.type,
-        batch=batch,
-        steps=steps,
-        dies=ranks - 1,
-        how=how,
-        folder=str(folder),
-        seconds=start_seconds + 2 * end_seconds,
-    )
-    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, json.dumps(asdict(job))]
+    job = {
+        "geometry": asdict(geometry),
+        "device": device.type,
+        "batch": batch,
+        "steps": steps,
+        "dies": ranks - 1,
+        "how": how,
+        "folder": str(folder),
+        "seconds": start_seconds + 2 * end_seconds,
+    }
+    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, json.dumps(job)]
     with counted(MEASURING), ChildJob(command, child_environment(os.environ, visible), folder / "output.txt") as child:
         return _Watch(child, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
 
