@@ -75,7 +75,7 @@ class ReadCounts:
         path: of the file.
         renames: the number of its last version.
         whole: reads of a whole file.
-        broken: what the others found, such as no file: so many reads.
+        broken: what the others found, such as no file, with the number of these reads.
         last: the newest version that was read. A network file system may return an older one for a while.
     """
 
