@@ -436,7 +436,7 @@ def _on(ranks: Sequence[int], context: _Context) -> str:
         ranks, nodes=context.nodes, host_of=context.host_of, noun="ranks" if context.gpu_name is None else "GPUs"
     )
     if all_of:
-        return f" on {printable(all_of)}, the worst is {context.name(ranks[0])}"
+        return f" on {printable(all_of)}"
     others = f", and {context.name(ranks[1])}" if len(ranks) == 2 else ""
     others = f", and {len(ranks) - 1} more ranks" if len(ranks) > 2 else others
     if len(context.nodes) > 1 and len(ranks) == len(context.world):
