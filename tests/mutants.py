@@ -79,10 +79,19 @@ SUBJECTS = {
         "benchmarks/test_collective_shape",
         "benchmarks/test_payload",
         "benchmarks/test_moved_payload",
+        "benchmarks/test_collective_calls",
+        "simulation/test_device",
     ),
     "flops": _subject("benchmarks/training/model", "benchmarks/training/test_decoder"),
-    "lora_flops": _subject("benchmarks/lora/model", "benchmarks/lora/test_lora_model"),
-    "lora_loop": _subject("benchmarks/lora/trainer", "benchmarks/lora/test_loop", "benchmarks/lora/test_plan"),
+    "lora_flops": _subject(
+        "benchmarks/lora/model", "benchmarks/lora/test_lora_model", "benchmarks/lora/test_given_models"
+    ),
+    "lora_loop": _subject(
+        "benchmarks/lora/trainer",
+        "benchmarks/lora/test_loop",
+        "benchmarks/lora/test_plan",
+        "benchmarks/lora/test_given_models",
+    ),
     "hostlist": _subject("launch/hostlist", "launch/test_hostlist"),
 }
 
@@ -304,9 +313,9 @@ def _mutated(source, operator, occurrence):
     return None
 
 
-_WITHOUT_RESULT = ("strict", "fused", "maxsize", "LOGITS_AT_ONCE")
-"""Arguments of zip, AdamW and lru_cache, and the logits that are computed at a time: the first forbids what cannot be,
-the others decide about time and memory alone."""
+_WITHOUT_RESULT = ("strict", "fused", "maxsize", "use_cache", "LOGITS_AT_ONCE")
+"""Arguments of zip, AdamW, lru_cache and transformers, and the logits that are computed at a time: the first forbids
+what cannot be, the others decide about time and memory alone."""
 _SAME = {ast.Is: ast.Eq, ast.IsNot: ast.NotEq}
 
 
@@ -367,7 +376,7 @@ class Slot:
         with self._changed(mutant):
             pid = os.fork()
             if pid == 0:
-                self._test(mutant.tests)
+                self._test(mutant)
             until = time.monotonic() + seconds
             while time.monotonic() < until:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -378,9 +387,10 @@ class Slot:
             os.waitpid(pid, 0)
             return None
 
-    def _test(self, tests):
-        """Become pytest over some tests; never returns."""
+    def _test(self, mutant):
+        """Become pytest over the tests of a mutant, and the examples in its docstrings; never returns."""
         code = 70
+        examples = ["--doctest-modules", mutant.file] if ">>> " in mutant.text else []
         try:
             os.setsid()
             output = os.open(self.folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -393,7 +403,9 @@ class Slot:
             sys.path[:0] = [str(self.folder)]
             import pytest
 
-            code = int(pytest.main(["-x", "-q", "-m", "not extended", "-p", "no:cacheprovider", *tests]))
+            code = int(
+                pytest.main(["-x", "-q", "-m", "not extended", "-p", "no:cacheprovider", *examples, *mutant.tests])
+            )
         except BaseException:  # whatever it is, this process must not go on as its parent
             traceback.print_exc()
         finally:

@@ -105,6 +105,20 @@ def test_different_failures_keep_a_section_each_with_the_name_of_the_rank():
     assert merged.text.count("same") == 2, "equal texts of different kinds are not folded"
 
 
+def test_tracebacks_are_one_section_where_only_addresses_differ_and_a_message_where_there_is_none():
+    texts = (
+        "at <Tensor at 0x7f12aa34bb50>: lost",
+        "at <Tensor at 0x7f99cc120010>: lost",
+        "at <Tensor at 0x7f12aa34bb50>: late",
+    )
+    found = merge([outcome(rank, "error", "same", text) for rank, text in enumerate(texts)], NAMES).text
+    assert found.count("lost") == found.count("late") == 1
+    only = [
+        RankOutcome(rank=rank, outcome="error", message=message, text="") for rank, message in enumerate(("a", "b"))
+    ]
+    assert merge(only, NAMES).text.count("gpu-0") == 2
+
+
 def test_what_a_rank_has_found_at_others_gpus_is_theirs():
     found = outcome(0, "failed", "Xid 64 of two GPUs", about=[2, 3])
     merged = merge([found, outcome(1, "passed"), outcome(2, "failed", "own"), outcome(3, "passed")], NAMES)

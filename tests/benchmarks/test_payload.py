@@ -50,6 +50,18 @@ def test_each_single_wrong_bit_is_found_in_every_part(alone, monkeypatch, index)
         assert re.search(rf"1 of 1000 .*are wrong.* {index}: found", made.defect() or "")
 
 
+@pytest.mark.parametrize(("ranks", "calls", "is_exact"), [(3, 10, True), (3, 11, False), (8, 30, True), (6, 11, False)])
+def test_sums_in_place_are_compared_where_they_are_exact(alone, monkeypatch, ranks, calls, is_exact):
+    made = Payload(alone, CPU, 4000, "fp32")
+    made.fill()
+    made.sent.fill_(float("nan"))
+    monkeypatch.setattr(made, "_ranks", ranks)
+    monkeypatch.setattr(made, "_calls", calls)
+    # 127 N odd(N)^(calls - 1) <= 2^24 for each number N of ranks and its odd part.
+    assert (127 * ranks * (ranks // (ranks & -ranks)) ** (calls - 1) <= 2**24) is is_exact
+    assert (made.defect() is not None) is is_exact
+
+
 def test_a_payload_is_verified_and_filled_again_before_a_sum_overflows_and_not_sooner(alone, monkeypatch):
     made = Payload(alone, CPU, 4000, "fp32")
     monkeypatch.setattr(made, "finite_calls", 10)

@@ -39,6 +39,10 @@ def test_65536_hosts_are_the_most_however_they_are_written() -> None:
             expand_hostlist(f"{text},{more}" if more == "c" else more)
 
 
+def test_a_range_of_more_hosts_than_a_list_may_have_is_two() -> None:
+    assert compress_hostlist([f"n{number}" for number in (9, *range(100000, 165537))]) == "n[9,100000-165535,165536]"
+
+
 @given(st.text(alphabet="ab1-,[]09 ", max_size=30))
 def test_any_text_is_a_hostlist_or_an_error(text: str) -> None:
     try:

@@ -178,6 +178,7 @@ def test_any_text_is_a_quantity_or_a_unit_error(text: str) -> None:
         (1.5e-7, "1.5e-07 GB/s"),
         (123456789012345.0, "123456789012345 GB/s"),
         (1e15, "1e+15 GB/s"),
+        (1e16, "1e+16 GB/s"),
         (0.0, "0 GB/s"),
         (math.nan, "nan GB/s"),
     ],
