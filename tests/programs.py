@@ -31,7 +31,6 @@ PACKAGES = {
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
-    "tmux": "tmux",
 }
 """Program -> the Debian package that has it. kubectl is not here: Debian 12's is too old (CONTRIBUTING.md)."""
 

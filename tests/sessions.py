@@ -24,7 +24,7 @@ import pytest
 import torch.distributed.fsdp  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
 import yaml
 from fork_server import be_an_ordinary_cpu, keep_shipped_limits, server_for
-from junit_files import require_junit
+from junit_files import JunitFile
 from light_server import recorders_are_forks
 
 from pytest_gpucluster.device.environment import VARIABLES
@@ -73,7 +73,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 @dataclass(kw_only=True)
-class Left:
+class Left(JunitFile):
     """What a run printed, returned and left on disk."""
 
     directory: Path
@@ -96,38 +96,12 @@ class Left:
         assert found is not None, self.output
         return found[1], int(found[2]), found[3]
 
-    @cached_property
-    def document(self) -> ET.Element:
-        """The JUnit file, which must be valid."""
-        text = (self.directory / self.junit_path).read_text(encoding="utf-8")
-        require_junit(text)
-        return ET.fromstring(text)
-
-    @property
-    def cases(self) -> list[ET.Element]:
-        """Every testcase in the order of the file."""
-        return list(self.document.iter("testcase"))
-
-    @cached_property
-    def verdicts(self) -> dict[str, str]:
-        """Name of each testcase -> "passed" or "error: its message". No name may come twice."""
-        names = [case.get("name", "") for case in self.cases]
-        assert len(names) == len(set(names)), names
-        return {case.get("name", ""): _verdict(case) for case in self.cases}
-
-    def case(self, name: str) -> ET.Element:
-        """Return a testcase."""
-        return next(case for case in self.cases if case.get("name") == name)
-
-    def body(self, name: str) -> str:
-        """Return the text of a testcase's failure, error or skip."""
-        return "".join(child.text or "" for child in self.case(name) if child.tag in ("failure", "error", "skipped"))
-
     @property
     def properties(self) -> dict[str, str]:
         """The properties of the testsuite."""
         return {
-            p.get("name", ""): p.get("value", "") for p in self.document.iterfind(".//testsuite/properties/property")
+            p.get("name", ""): p.get("value", "")
+            for p in ET.fromstring(self.document).iterfind(".//testsuite/properties/property")
         }
 
     def measured(self, name: str) -> dict[str, str]:
@@ -146,15 +120,6 @@ class Left:
         assert self.journal.end is not None, self.output
         assert self.journal.end.by == "rank 0"
         return self.journal.verdict, self.journal.exit
-
-
-def _verdict(case: ET.Element) -> str:
-    for child in case:
-        if child.tag in ("failure", "error", "skipped"):
-            message = child.get("message") or ""
-            assert "\n" not in message
-            return f"{child.tag}: {message}"
-    return "passed"
 
 
 class Project:

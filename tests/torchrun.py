@@ -23,9 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-import junitparser
 from fork_server import server_for
-from junit_files import require_junit
+from junit_files import JunitFile
 from ports import free_port
 from sessions import PLUGINS, environment
 
@@ -51,7 +50,7 @@ class Stamp:
 
 
 @dataclass(kw_only=True)
-class Run:
+class Run(JunitFile):
     """A run that is going on or over."""
 
     directory: Path
@@ -177,31 +176,6 @@ class Run:
         return found
 
     @cached_property
-    def document(self) -> str:
-        """The JUnit file, which must be valid."""
-        text = self.junit_path.read_text(encoding="utf-8")
-        require_junit(text)
-        return text
-
-    @cached_property
-    def cases(self) -> dict[str, junitparser.TestCase]:
-        """Every testcase of the report by its name; none comes twice."""
-        suites = junitparser.JUnitXml.fromstring(self.document.encode())
-        cases = [case for suite in suites for case in suite]
-        names = [case.name for case in cases]
-        assert len(names) == len(set(names)), names
-        return dict(zip(names, cases, strict=True))
-
-    @cached_property
-    def verdicts(self) -> dict[str, str]:
-        """Name of each testcase -> "passed" or "error: its message"."""
-        return {name: _verdict(case) for name, case in self.cases.items()}
-
-    def body(self, name: str) -> str:
-        """Return the text of a testcase's failure or error."""
-        return "".join(result.text or "" for result in self.cases[name].result)
-
-    @cached_property
     def journal(self) -> journal.Journal:
         """The journal of the latest run in the report directory."""
         return journal.read(self.directory / "reports" / "latest" / "journal.jsonl")
@@ -211,15 +185,6 @@ class Run:
         """Verdict, exit code and author of the journal's closing line."""
         assert self.journal.end is not None, self.output
         return self.journal.verdict, self.journal.exit, self.journal.end.by
-
-
-def _verdict(case: junitparser.TestCase) -> str:
-    for result in case.result:
-        kind = {"Failure": "failure", "Error": "error", "Skipped": "skipped"}[type(result).__name__]
-        assert "\n" not in (result.message or "")
-        assert len(result.message or "") <= 200
-        return f"{kind}: {result.message}"
-    return "passed"
 
 
 def processes(token: str) -> list[int]:

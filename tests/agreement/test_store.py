@@ -6,12 +6,10 @@ from datetime import timedelta
 
 import pytest
 from ranks import facts_of
-from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement.store import connect
 from pytest_gpucluster.errors import StoreError
 
-SHORT, GENEROUS = timedelta(seconds=0.05), timedelta(seconds=20)
 HERE = {"rank": 1, "local_rank": 1, "local_world_size": 2, "nnodes": 1, "hostname": "gpu-07"}
 
 
@@ -19,90 +17,6 @@ def tcp_store():
     import torch.distributed
 
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def prefix_store():
-    import torch.distributed
-
-    return torch.distributed.PrefixStore("gpucluster/a1/0", tcp_store())
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(HashStore, id="memory"),
-        pytest.param(tcp_store, id="torch's tcp store"),
-        pytest.param(prefix_store, id="torch's tcp store with a prefix"),
-    ]
-)
-def store(request):
-    """Each kind of store: what one does the others must do, since the agreement is written for all of them."""
-    made = request.param()
-    made.set_timeout(GENEROUS)
-    return made
-
-
-def test_what_was_set_can_be_read_by_key_and_in_any_order(store):
-    store.set("a", "größer ✓")
-    assert store.get("a") == "größer ✓".encode()
-    store.set("b", "2")
-    store.set("a", "3")
-    assert store.multi_get(["b", "a", "b"]) == [b"2", b"3", b"2"]
-    assert store.multi_get([]) == []
-
-
-def test_a_counter_counts_and_reads_as_text(store):
-    assert store.add("n", 0) == 0
-    assert store.check(["n"]), "looking at a counter makes it"
-    assert [store.add("n", 1), store.add("n", 2)] == [1, 3]
-    assert store.get("n") == b"3"
-
-
-def test_check_asks_for_all_keys_and_never_waits(store):
-    store.set("a", "1")
-    assert store.check(["a"])
-    assert not store.check(["a", "b"])  # one that waited would raise when the time is up
-    assert store.check([])
-
-
-@pytest.mark.parametrize(
-    ("before", "expected", "desired", "returned", "after"),
-    [
-        pytest.param(None, "", "new", b"new", b"new", id="there was nothing, as expected"),
-        pytest.param("old", "", "new", b"old", b"old", id="somebody was faster"),
-        pytest.param("old", "old", "new", b"new", b"new", id="it is what was expected"),
-        pytest.param("old", "other", "new", b"old", b"old", id="it is something else"),
-        pytest.param(None, "old", "new", b"old", None, id="there is nothing, unexpectedly"),
-    ],
-)
-def test_compare_set_sets_only_what_is_as_expected(store, before, expected, desired, returned, after):
-    if before is not None:
-        store.set("k", before)
-    assert store.compare_set("k", expected, desired) == returned
-    assert (store.get("k") if store.check(["k"]) else None) == after
-
-
-def test_a_deleted_key_is_gone_and_deleting_tells_whether_it_was_there(store):
-    store.set("a", "1")
-    assert store.delete_key("a")
-    assert not store.check(["a"])
-    assert not store.delete_key("a")
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        pytest.param(lambda store: store.get("no"), id="get"),
-        pytest.param(lambda store: store.multi_get(["yes", "no"]), id="multi_get"),
-        pytest.param(lambda store: store.wait(["yes", "no"], SHORT), id="wait"),
-    ],
-)
-def test_a_key_that_never_comes_is_a_runtime_error_in_time(store, ask):
-    store.set("yes", "1")
-    store.set_timeout(SHORT)
-    begin = time.perf_counter()
-    with pytest.raises(RuntimeError):
-        ask(store)
-    assert SHORT.total_seconds() * 0.9 < time.perf_counter() - begin < GENEROUS.total_seconds()
 
 
 # ---- connecting ----------------------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ import re
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from junit_files import require_junit
+from junit_files import JunitFile
 from programs import require_program
 from sessions import environment
 from shell import finished
@@ -99,20 +98,14 @@ class Job:
     """Of its reports."""
 
     @property
-    def told(self):
-        """The JUnit file, which must be valid: name -> passed, failure, error or skipped, and why."""
-        text = (self.folder / "report.xml").read_text()
-        require_junit(text)
-        found = {}
-        for case in ET.fromstring(text).iter("testcase"):
-            marks = [child for child in case if child.tag in ("failure", "error", "skipped")]
-            found[str(case.get("name"))] = (marks[0].tag, marks[0].get("message", "")) if marks else ("passed", "")
-        return found
+    def verdicts(self):
+        """Of the JUnit file: name -> "passed" or "error: its message"."""
+        return JunitFile(self.folder / "report.xml").verdicts
 
     @property
     def cases(self):
         """Name -> passed, failure, error or skipped."""
-        return {name: outcome for name, (outcome, _) in self.told.items()}
+        return {name: verdict.partition(":")[0] for name, verdict in self.verdicts.items()}
 
     @property
     def journal(self):
@@ -291,7 +284,7 @@ def test_a_node_that_is_lost_is_named_with_its_rank(own_site):
     told = json.loads((job.folder / "answer.json").read_text())
     assert (told["verdict"], told["exit"], told["ended"]) == ("BROKEN", 11, True)
     assert named in told["reason"]
-    assert named in job.told["test_together"][1]
+    assert named in job.verdicts["test_together"]
     cases = {"test_node": "passed", "test_together": "error", "test_after": "skipped"}
     assert {name: job.cases[name] for name in cases} == cases
     assert (job.folder / "rendered" / "report.html").exists()
@@ -306,8 +299,8 @@ def test_a_node_whose_slurmd_has_died_is_named_though_its_ranks_live(own_site):
     job = own_site.ended(number)
     assert job.code == 11, job.output
     assert {job.cases[name] for name in ("test_together", "test_after", "test_slurm[before]")} == {"passed"}
-    outcome, message = job.told["test_slurm[after]"]
-    assert (outcome, f"slurm.node: {NODES[1]}" in message) == ("error", True)
+    verdict = job.verdicts["test_slurm[after]"]
+    assert (verdict.startswith("error: "), f"slurm.node: {NODES[1]}" in verdict) == (True, True)
 
 
 def test_a_job_at_its_time_limit_ends_in_order(site):
