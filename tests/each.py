@@ -2,11 +2,9 @@
 
 import functools
 import inspect
-from typing import TypeVar
 
 import pytest
 
-_T = TypeVar("_T")
 _SHOWN = 50
 
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -25,7 +25,7 @@ from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.records import KINDS, CollectedTest, TestResult
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Sampling, is_settled, series
 from pytest_gpucluster.node.health.telemetry import summary
 from pytest_gpucluster.session import isolation
@@ -46,8 +46,6 @@ _CARD = {"sm_clock_max_mhz": 1980.0, "slowdown_celsius": 92.0}
 _VERSIONS = {"python": "3.11.7", "pytest_gpucluster": "0.1.0"}
 CPU_VERSIONS = {**_VERSIONS, "torch": "2.13.0+cpu", "cuda": None, "nccl": None, "driver": None}
 GPU_VERSIONS = {**_VERSIONS, "torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "driver": "580.95.05"}
-
-Values = Mapping[int, Sequence[Measurement]]
 
 
 @dataclass(kw_only=True)

@@ -5,8 +5,6 @@ The product has the server (:mod:`pytest_gpucluster.session.fork_server`) for ``
 process is started.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import socket
@@ -14,9 +12,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import light_server
 from execnet.gateway_base import Popen2IO
@@ -29,24 +25,24 @@ _READ_AT_START = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_")
 """What Python, the dynamic linker and the libraries read only once, when they are started or loaded."""
 _OF_THIS_PROCESS = frozenset(name for name in os.environ if name.startswith(_READ_AT_START))
 _EXTRAS = "extras"
-_servers: dict[bool, ForkServer] = {}
-_turned_on: list[bool] = []
+_servers = {}
+_turned_on = []
 _starting = threading.Lock()
 
 
-def turn_on() -> None:
+def turn_on():
     """Let sessions be forks from now on, as far as they can be. The server starts with the first one."""
     _turned_on.append(True)
 
 
-def turn_off() -> None:
+def turn_off():
     """End the servers; sessions are started as ever from now on."""
     _turned_on.clear()
     while _servers:
         _servers.popitem()[1].close()
 
 
-def server_for(env: Mapping[str, str | bytes], *, extras: bool = False) -> ForkServer | None:
+def server_for(env, *, extras=False):
     """Return the server for a session with this environment, or None where Python itself must be started for it.
 
     Args:
@@ -64,7 +60,7 @@ def server_for(env: Mapping[str, str | bytes], *, extras: bool = False) -> ForkS
     return _servers[extras]
 
 
-def keep_shipped_limits() -> None:
+def keep_shipped_limits():
     """Read the shipped limits once: it takes as long as all else that a short session does."""
     from pytest_gpucluster.judge import loader
 
@@ -73,7 +69,7 @@ def keep_shipped_limits() -> None:
     loader.load = lambda *paths: read_shipped() if paths in ((), (shipped,)) else read(*paths)
 
 
-def be_an_ordinary_cpu() -> None:
+def be_an_ordinary_cpu():
     """Let no deadline and no limit of a rehearsal depend on how busy this machine is."""
     from pytest_gpucluster.session import run
 
@@ -83,7 +79,7 @@ def be_an_ordinary_cpu() -> None:
 # ---- the server's own side -------------------------------------------------------------------------------------------
 
 
-def _load() -> None:
+def _load():
     """Load what every session of the tests needs."""
     import numpy  # noqa: F401
     import pytest_rerunfailures  # noqa: F401
@@ -98,10 +94,10 @@ def _load() -> None:
     keep_shipped_limits()
     be_an_ordinary_cpu()
     loader.load()
-    Popen2IOMaster.__init__ = _start_worker  # type: ignore[method-assign]
+    Popen2IOMaster.__init__ = _start_worker
 
 
-def _become(command: Sequence[str]) -> NoReturn:
+def _become(command):
     if command == [_EXTRAS]:  # another server, whose socket is its standard output
         requests = socket.socket(fileno=os.dup(1))
         os.dup2(2, 1)
@@ -123,19 +119,19 @@ def _become(command: Sequence[str]) -> NoReturn:
     shipped.become_program(command)
 
 
-def _become_agent(command: Sequence[str]) -> NoReturn:
+def _become_agent(command):
     os.setsid()
     shipped.become_agent(command, _become_rank)
 
 
-def _become_rank(command: Sequence[str]) -> NoReturn:
+def _become_rank(command):
     os.setsid()
     if os.environ.get("RANK") == "0":
         light_server.fork_recorder()
     shipped.become_program(command)
 
 
-def _become_worker(command: Sequence[str], stdin: int, stdout: int) -> NoReturn:
+def _become_worker(command, stdin, stdout):
     for number, descriptor in enumerate((stdin, stdout)):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -144,7 +140,7 @@ def _become_worker(command: Sequence[str], stdin: int, stdout: int) -> NoReturn:
     shipped.exit_as_python(lambda: exec(command[command.index("-c") + 1], {"__name__": "__main__"}))
 
 
-def _start_worker(master: Any, args: Sequence[str], execmodel: Any) -> None:
+def _start_worker(master, args, execmodel):
     """Start a worker in place of ``Popen2IOMaster.__init__``."""
     if not shipped.has_spare():
         _new_worker(master, args, execmodel)

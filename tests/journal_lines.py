@@ -1,8 +1,5 @@
 """The lines of a journal as rank 0 sends them: of the journal itself, of its recorder and of its reports."""
 
-from typing import Any
-
-Line = dict[str, Any]
 RUN = {
     "type": "run",
     "schema_version": 1,

@@ -5,8 +5,6 @@ Python would start takes a fork in its place. It is a child of the process that 
 and has no more of it than the descriptors that were passed on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -18,9 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 _MODULE = "pytest_gpucluster.reports.recorder.process"
 _MOST_BYTES = 1 << 20
@@ -38,9 +34,9 @@ class LightServer:
             is started.
     """
 
-    def __init__(self, only: tuple[int, socket.socket] | None = None) -> None:
+    def __init__(self, only=None):
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
         self._pid = 0
         if only is not None:
             self._pid, self._socket = only
@@ -55,7 +51,7 @@ class LightServer:
                 start_new_session=True,
             )
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], stderr: int, channel: int) -> int:
+    def start(self, command, environ, stderr, channel):
         """Start a recorder with these descriptors; return its process."""
         request = {"command": list(command), "env": dict(environ), "cwd": os.getcwd()}
         with self._lock:
@@ -65,17 +61,17 @@ class LightServer:
                 return self._pid
             return int(self._socket.recv(64))
 
-    def close(self) -> None:
+    def close(self):
         """End the server; what it has started goes on."""
         self._socket.close()
         if self._process is not None:
             self._process.wait()
 
 
-class _LightPopen(subprocess.Popen):  # type: ignore[type-arg]  # what it is made of is the caller's
+class _LightPopen(subprocess.Popen):
     """``subprocess.Popen`` that starts a recorder as a fork, and everything else as ever."""
 
-    def __init__(self, args: Any, *more: Any, **settings: Any) -> None:
+    def __init__(self, args, *more, **settings):
         if not isinstance(args, list) or _MODULE not in args or not _servers:
             super().__init__(args, *more, **settings)
             return
@@ -87,31 +83,31 @@ class _LightPopen(subprocess.Popen):  # type: ignore[type-arg]  # what it is mad
         self.pid = server.start(args, settings["env"], stderr, *settings["pass_fds"])
 
 
-_servers: list[LightServer] = []
+_servers = []
 
 
 @contextlib.contextmanager
-def recorders_are_forks() -> Iterator[None]:
+def recorders_are_forks():
     """Let sessions in this process take forks for recorders."""
     if _CLONE is None:
         yield
         return
     if not _servers:
         _servers.append(LightServer())
-    subprocess.Popen = _LightPopen  # type: ignore[misc]
+    subprocess.Popen = _LightPopen
     try:
         yield
     finally:
-        subprocess.Popen = _popen  # type: ignore[misc]
+        subprocess.Popen = _popen
 
 
-def turn_off() -> None:
+def turn_off():
     """End the server."""
     while _servers:
         _servers.pop().close()
 
 
-def fork_recorder() -> None:
+def fork_recorder():
     """Fork the recorder that this process may want later. It must have no other thread yet."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -120,33 +116,33 @@ def fork_recorder() -> None:
         _take_and_become(theirs)
     theirs.close()
     _servers.append(LightServer((pid, ours)))
-    subprocess.Popen = _LightPopen  # type: ignore[misc]
+    subprocess.Popen = _LightPopen
 
 
 # ---- the other side --------------------------------------------------------------------------------------------------
 
 
-def load() -> None:
+def load():
     """Load what a recorder needs."""
     from pytest_gpucluster.reports.recorder import process
 
     process.reports.prepare()
 
 
-def _take(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _take(requests):
     asked, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 8)
     if not asked:
         os._exit(0)
     return json.loads(asked), descriptors
 
 
-def _take_and_become(requests: socket.socket) -> NoReturn:
+def _take_and_become(requests):
     request, descriptors = _take(requests)
     requests.close()
     _become(request, *descriptors)
 
 
-def _serve(requests: socket.socket) -> NoReturn:
+def _serve(requests):
     load()
     api = ctypes.pythonapi
     call = ctypes.PyDLL(None).syscall  # which keeps the GIL
@@ -164,7 +160,7 @@ def _serve(requests: socket.socket) -> NoReturn:
         requests.send(b"%d" % pid)
 
 
-def _become(request: Mapping[str, Any], stderr: int, channel: int) -> NoReturn:
+def _become(request, stderr, channel):
     try:
         from pytest_gpucluster.launch import detached_process
         from pytest_gpucluster.reports.recorder import process

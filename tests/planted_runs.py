@@ -7,7 +7,6 @@ which fault (``run_planted``).
 
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import image_files
@@ -59,8 +58,6 @@ every_sku:
       source: a test's own, for few steps
 """
 NODES = ("node-a", "node-b")
-Plan = Mapping[str, Mapping[str, str]]
-"""Copy of a file, such as "matmul__noisy" of test_matmul.py -> name of a test -> its fault; "" for none."""
 
 
 def session(directory, criteria, *options, **settings):
@@ -159,7 +156,7 @@ def run_planted(directory, plan, conftest, *options, ranks, hosts=("node-a",), e
 
     Args:
         directory: where the suite lies and all output goes.
-        plan: the tests and their faults.
+        plan: a copy of a file, such as "matmul__noisy" of test_matmul.py -> name of a test -> its fault; "" for none.
         conftest: of tests/planted, without its suffix; it plants the faults.
         options: of pytest.
         ranks: on each node.

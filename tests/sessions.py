@@ -14,13 +14,11 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch.distributed.fsdp  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
 import yaml
 from fork_server import be_an_ordinary_cpu, keep_shipped_limits, server_for
@@ -60,12 +58,12 @@ _OF_A_LAUNCHER = (
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 
 
-def is_left_over(name: str) -> bool:
+def is_left_over(name):
     """Tell whether an environment variable could make a session something else than what the test says."""
     return name.startswith(_OF_A_LAUNCHER) or name in _OF_A_RANK
 
 
-def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(more=None):
     """Return an environment for a process, without what a launcher may have left in this one."""
     kept = {name: value for name, value in os.environ.items() if not is_left_over(name)}
     kept.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all sources anew
@@ -84,12 +82,12 @@ class Left(JunitFile):
     junit_path: Path = field(default=Path("report.xml"))
 
     @property
-    def output(self) -> str:
+    def output(self):
         """Everything that was printed."""
         return f"{self.stdout}\n{self.stderr}"
 
     @property
-    def last_line(self) -> tuple[str, int, str]:
+    def last_line(self):
         """The last line of the terminal: verdict, exit code and reason. It says that this is a rehearsal."""
         line = self.stdout.splitlines()[-1]
         found = re.match(r"REHEARSAL, ([A-Z ]+?) \(no statement about hardware\), exit code (\d+): (.*)", line)
@@ -97,25 +95,25 @@ class Left(JunitFile):
         return found[1], int(found[2]), found[3]
 
     @property
-    def properties(self) -> dict[str, str]:
+    def properties(self):
         """The properties of the testsuite."""
         return {
             p.get("name", ""): p.get("value", "")
             for p in ET.fromstring(self.document).iterfind(".//testsuite/properties/property")
         }
 
-    def measured(self, name: str) -> dict[str, str]:
+    def measured(self, name):
         """The measurements and properties of a testcase."""
         output = self.case(name).findtext("system-out") or ""
         return dict(re.findall(r"(?m)^\[\[PROPERTY\|([^={]*(?:\{.*?\})?(?:\.telemetry)?)=(.*)\]\]$", output))
 
     @cached_property
-    def journal(self) -> journal.Journal:
+    def journal(self):
         """The journal of the latest run."""
         return journal.read(self.directory / "gpucluster-report" / "latest" / "journal.jsonl")
 
     @property
-    def end(self) -> tuple[str, int]:
+    def end(self):
         """The verdict and the exit code of the closing line, which rank 0 itself has written."""
         assert self.journal.end is not None, self.output
         assert self.journal.end.by == "rank 0"
@@ -125,20 +123,20 @@ class Left(JunitFile):
 class Project:
     """A folder with a suite that turns the plugin on by its ini file."""
 
-    def __init__(self, pytester: pytest.Pytester, ini: str = "gpucluster = true") -> None:
+    def __init__(self, pytester, ini="gpucluster = true"):
         self.pytester = pytester
         self.path = pytester.path
         self.ini(ini)
 
-    def ini(self, text: str) -> None:
+    def ini(self, text):
         """Write the ini file."""
         self.pytester.makeini(f"[pytest]\n{text}")
 
-    def suite(self, text: str = "", **files: str) -> None:
+    def suite(self, text="", **files):
         """Write test_it.py and other files."""
         self.pytester.makepyfile(**({"test_it": text} if text else {}), **files)
 
-    def run(self, *options: str, device: str | None = CPU, junit: bool = True) -> Left:
+    def run(self, *options, device=CPU, junit=True):
         """Run a session in this process."""
         arguments = [*([device] if device else []), *(["--junitxml=report.xml"] if junit else []), *options]
         if not any("reruns" in option for option in options):
@@ -155,26 +153,19 @@ class Project:
             seconds=time.monotonic() - begin,
         )
 
-    def spawn(
-        self,
-        *options: str,
-        device: str | None = CPU,
-        more: Mapping[str, str] | None = None,
-        junit: bool = True,
-        forked: bool = True,
-    ) -> Process:
+    def spawn(self, *options, device=CPU, more=None, junit=True, forked=True):
         """Start a session in a process of its own: a fork of one that has torch loaded, or else a new Python."""
         command = [sys.executable, "-m", "pytest", *PLUGINS, *([device] if device else [])]
         command += ["--junitxml=report.xml"] if junit else []
         return Process([*command, *options], self.path, environment(more), forked=forked)
 
-    def run_apart(self, *options: str, **settings: object) -> Left:
+    def run_apart(self, *options, **settings):
         """Run a session in a process of its own to its end."""
-        with self.spawn(*options, **settings) as process:  # type: ignore[arg-type]  # passed through
+        with self.spawn(*options, **settings) as process:
             return process.wait()
 
 
-def _forget_unloaded_modules() -> None:
+def _forget_unloaded_modules():
     """Take modules that a session in this process has loaded out of their packages, too.
 
     pytester takes them out of ``sys.modules`` only. Then ``from package import module`` gives the next session the old
@@ -193,9 +184,7 @@ class Process:
 
     _count = 0
 
-    def __init__(
-        self, command: Sequence[str], directory: Path, environ: Mapping[str, str], *, forked: bool = False
-    ) -> None:
+    def __init__(self, command, directory, environ, *, forked=False):
         Process._count += 1
         self.directory = directory
         self._paths = [directory / f".{name}-{Process._count}" for name in ("stdout", "stderr")]
@@ -222,20 +211,20 @@ class Process:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Process:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
     @property
-    def output(self) -> str:
+    def output(self):
         """What it has printed until now."""
         return "\n".join(path.read_text(errors="backslashreplace") for path in self._paths)
 
-    def wait(self) -> Left:
+    def wait(self):
         """Wait for the end of the process."""
         left = self._started + DEADLINE_SECONDS - time.monotonic()
         try:
@@ -252,7 +241,7 @@ class Process:
         )
 
 
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch):
     """Take away what a launcher may have left, and take back what a session in this process sets for torch."""
     for name in filter(is_left_over, list(os.environ)):
         if name != "PYTEST_CURRENT_TEST":

@@ -16,7 +16,6 @@ import textwrap
 import time
 import uuid
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,7 +74,7 @@ class Run(JunitFile):
 
     # ---- while it runs
 
-    def wait(self) -> Run:
+    def wait(self):
         """Wait until every launcher has ended, noting when the report on disk changes; kill what is left."""
         try:
             while any(agent.poll() is None for agent in self.agents):
@@ -86,18 +85,18 @@ class Run(JunitFile):
             self.kill()
         return self
 
-    def wait_for(self, what: str, found: Callable[[], object]) -> None:
+    def wait_for(self, what, found):
         """Wait until something is so, which must be before the launchers end."""
         while not found():
             self._go_on()
             assert any(agent.poll() is None for agent in self.agents), f"ended before {what}\n{self.output}"
 
-    def wait_for_stamp(self, name: str, rank: int) -> Stamp:
+    def wait_for_stamp(self, name, rank):
         """Wait until a rank has written a stamp."""
         self.wait_for(f"the stamp {name} of rank {rank}", lambda: self.find_stamp(name, rank))
         return self.stamp(name, rank)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill every process of this run that still lives."""
         for pid in processes(self.token):
             with contextlib.suppress(ProcessLookupError):
@@ -106,14 +105,14 @@ class Run(JunitFile):
             agent.kill()
             agent.wait()
 
-    def _go_on(self) -> None:
+    def _go_on(self):
         self._look()
         if time.monotonic() - self.started > self.deadline:
             self.kill()
             raise AssertionError(f"not over after {self.deadline:g} s\n{self.output}")
         time.sleep(_POLL_SECONDS)
 
-    def _look(self) -> None:
+    def _look(self):
         """Note what the report says by now. It must be well-formed at any moment."""
         with contextlib.suppress(FileNotFoundError):
             changed = self.junit_path.stat().st_mtime_ns
@@ -131,7 +130,7 @@ class Run(JunitFile):
                     self._said[name] = said
                     self.settled[name] = changed / 1e9
 
-    def _let_end(self) -> None:
+    def _let_end(self):
         # A process that is just ending is no fault; what would stay is. To look through all of them takes CPU time.
         until = time.monotonic() + self.let_end
         left = processes(self.token)
@@ -146,48 +145,48 @@ class Run(JunitFile):
     # ---- what it left
 
     @property
-    def junit_path(self) -> Path:
+    def junit_path(self):
         """Where --junitxml points."""
         return self.directory / "report.xml"
 
     @property
-    def output(self) -> str:
+    def output(self):
         """What all launchers and ranks printed."""
         texts = [path.read_text(errors="backslashreplace") for path in sorted(self.directory.glob("output*.txt"))]
         return "\n".join(texts)
 
     @property
-    def stamps(self) -> dict[int, list[Stamp]]:
+    def stamps(self):
         """Every rank's stamps in their order."""
-        found: dict[int, list[Stamp]] = {}
+        found = {}
         for path in sorted((self.directory / "stamps").glob("rank*.txt")):
             lines = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             found[int(path.stem[4:])] = [Stamp(name, float(at), int(pid)) for name, at, pid in lines]
         return found
 
-    def find_stamp(self, name: str, rank: int) -> Stamp | None:
+    def find_stamp(self, name, rank):
         """Return a rank's last stamp of a name, or None."""
         return next((s for s in reversed(self.stamps.get(rank, [])) if s.name == name), None)
 
-    def stamp(self, name: str, rank: int) -> Stamp:
+    def stamp(self, name, rank):
         """Return a rank's last stamp of a name."""
         found = self.find_stamp(name, rank)
         assert found is not None, f"rank {rank} has not stamped {name}\n{self.output}"
         return found
 
     @cached_property
-    def journal(self) -> journal.Journal:
+    def journal(self):
         """The journal of the latest run in the report directory."""
         return journal.read(self.directory / "reports" / "latest" / "journal.jsonl")
 
     @property
-    def end(self) -> tuple[str, int, str]:
+    def end(self):
         """Verdict, exit code and author of the journal's closing line."""
         assert self.journal.end is not None, self.output
         return self.journal.verdict, self.journal.exit, self.journal.end.by
 
 
-def processes(token: str) -> list[int]:
+def processes(token):
     """Return the living processes with the token in their environment, or with the descriptor of forks."""
     needle = f"{_TOKEN}={token}".encode()
     forks = holders(token)
@@ -199,7 +198,7 @@ def processes(token: str) -> list[int]:
     return found
 
 
-def _lives(pid: int) -> bool:
+def _lives(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
@@ -207,18 +206,18 @@ def _lives(pid: int) -> bool:
     return state not in "ZX"
 
 
-def _command(pid: int) -> str:
+def _command(pid):
     with contextlib.suppress(OSError):
         return f"{pid}: " + Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return str(pid)
 
 
-def suite(name: str) -> dict[str, str]:
+def suite(name):
     """Return the files of one of the suites for faults."""
     return {f"test_{name}.py": (SUITES / f"{name}.py").read_text(encoding="utf-8")}
 
 
-def write_suite(directory: Path, files: Mapping[str, str], ini: str = "") -> None:
+def write_suite(directory, files, ini=""):
     """Write a suite that turns the plugin on by its ini file."""
     folder = directory / "suite"
     folder.mkdir(exist_ok=True)
@@ -229,22 +228,22 @@ def write_suite(directory: Path, files: Mapping[str, str], ini: str = "") -> Non
 
 
 def start(
-    directory: Path,
-    files: Mapping[str, str] | None,
-    *options: str,
-    ranks: int = 2,
-    hosts: Sequence[str] = ("node-a",),
-    timeouts: str = "stuck=2",
-    deadline: float = 2.0,
-    environment: Mapping[str, str | bytes] | Callable[[str], Mapping[str, str]] | None = None,
-    launcher: Sequence[str] = (),
-    before: Sequence[str] = (),
-    other_folders: Mapping[str, Path] = MappingProxyType({}),
-    by_command: bool = False,
-    ini: str = "",
-    forked: bool = True,
-    extras: bool = False,
-) -> Run:
+    directory,
+    files,
+    *options,
+    ranks=2,
+    hosts=("node-a",),
+    timeouts="stuck=2",
+    deadline=2.0,
+    environment=None,
+    launcher=(),
+    before=(),
+    other_folders=MappingProxyType({}),
+    by_command=False,
+    ini="",
+    forked=True,
+    extras=False,
+):
     """Start torchrun over a suite.
 
     Args:
@@ -269,7 +268,7 @@ def start(
     for name in ("stamps", "tmp"):
         (directory / name).mkdir(exist_ok=True)
     token, port = uuid.uuid4().hex, free_port()
-    agents: list[subprocess.Popen[bytes] | Forked] = []
+    agents = []
     for node, host in enumerate(hosts):
         module = ["pytest_gpucluster", "run"] if by_command else ["torch.distributed.run"]
         command = [*before, sys.executable, "-m", *module, f"--nproc-per-node={ranks}"]
@@ -302,22 +301,15 @@ def start(
     return Run(directory=directory, agents=agents, token=token, started=time.monotonic(), deadline=DEADLINE_SECONDS)
 
 
-def torchrun(directory: Path, files: Mapping[str, str] | None, *options: str, **settings: object) -> Run:
+def torchrun(directory, files, *options, **settings):
     """Run torchrun over a suite to its end. Arguments as of :func:`start`."""
-    return start(directory, files, *options, **settings).wait()  # type: ignore[arg-type]  # passed through
+    return start(directory, files, *options, **settings).wait()
 
 
-def with_one_fault(
-    make_directory: Callable[[str], Path],
-    cases: Iterable[tuple[str, int]],
-    *,
-    deadline: float,
-    at_once: int,
-    timeouts: str,
-) -> dict[tuple[str, int], Run]:
+def with_one_fault(make_directory, cases, *, deadline, at_once, timeouts):
     """Run the suite of one fault for each fault and victim, some at once: most of each run is waiting."""
 
-    def run(case: tuple[str, int]) -> Run:
+    def run(case):
         fault, victim = case
         environment = {"FAULT": fault, "VICTIM": str(victim)}
         directory = make_directory(f"{fault}-{victim}-")
@@ -328,5 +320,5 @@ def with_one_fault(
     return {case: future.result() for case, future in started.items()}
 
 
-def _environment(directory: Path, token: str) -> dict[str, str | bytes]:
+def _environment(directory, token):
     return environment({_TOKEN: token, "STAMPS": str(directory / "stamps"), "TMPDIR": str(directory / "tmp")})

@@ -24,9 +24,6 @@ STACK = """\
   File "/suite/steps.py", line 40, in step
     time.sleep(100)"""
 
-Seen = tuple[int, Where]
-"""A rank, and where it is."""
-
 
 def op(sequence, name="all_reduce", *, pending=True, group="world"):
     return Operation(group=group, sequence=sequence, name=name, pending=pending)

@@ -1,8 +1,6 @@
 import json
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -12,7 +10,6 @@ from pytest_gpucluster.agreement.exchange import Exchange, answer_for, answer_ve
 from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.errors import OutOfStep, StoreError
 
-Bodies = dict[int, Mapping[str, Any]]
 DEADLINE = 20.0
 
 

@@ -1,6 +1,5 @@
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from each import of_each
@@ -13,7 +12,6 @@ from pytest_gpucluster.launch.launchers import Allocation
 H100 = "NVIDIA H100 80GB HBM3"
 FACTS = facts_of(world_size=16, local_world_size=8)
 EXPECTED = Expectation(nodes=2, gpus_per_node=8, sku="H100")
-World = dict[int, dict[str, Any]]
 
 
 def world(nnodes=2, per_node=8, *, device="cuda"):

@@ -1,25 +1,11 @@
 """Journals with collectives, for tests: 8 ranks on gpu-a, or 16 on gpu-a and gpu-b."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from written_runs import case, measured, place
 
 GB = 1_000_000_000
 
 
-def collective(
-    busbw: Mapping[str, float | str],
-    *,
-    name: str = "all_reduce",
-    dtype: str = "bf16",
-    hosts: int = 1,
-    per_node: int = 8,
-    slowest: Mapping[str, float] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
+def collective(busbw, *, name="all_reduce", dtype="bf16", hosts=1, per_node=8, slowest=None, **more):
     """Return a test's line: size -> average busbw in GB/s; the slowest rank's is 2 % less, or as given."""
     ranks, measurements = hosts * per_node, []
     for size, value in busbw.items():
@@ -34,7 +20,7 @@ def collective(
     return case(f"acceptance/test_nccl.py::test_{name}[{hosts}-{dtype}]", "passed", *measurements)
 
 
-def places(hosts: int = 1, per_node: int = 8) -> list[dict[str, Any]]:
+def places(hosts=1, per_node=8):
     """Return where the ranks are; torch has NCCL 2.27.3."""
     return [
         place(rank, host=f"gpu-{'abcdef'[rank // per_node]}.example", local_rank=rank % per_node)

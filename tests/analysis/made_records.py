@@ -1,28 +1,22 @@
 """Certificates for tests, from the example runs: journals of changed lines, and certificates of changed clusters."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import example_runs
 
-from pytest_gpucluster.analysis.certificate import Certificate, certificate_content, read_certificate, seal
-from pytest_gpucluster.journal.journal import Journal, JournalBuilder, encode
+from pytest_gpucluster.analysis.certificate import certificate_content, read_certificate, seal
+from pytest_gpucluster.journal.journal import JournalBuilder, encode
 
-Lines = list[dict[str, Any]]
 DIGEST = "ab" * 32
 
 
 @functools.cache
-def _lines(name: str) -> Lines:
+def _lines(name):
     return example_runs.lines(name)
 
 
-def lines(name: str = "accepted") -> Lines:
+def lines(name="accepted"):
     """Return the lines of an example run, to be changed at will. Every GPU and node reports all fields."""
     found = copy.deepcopy(_lines(name))
     for line in found:
@@ -41,7 +35,7 @@ def lines(name: str = "accepted") -> Lines:
     return found
 
 
-def adapter_telemetry(node: int) -> dict[str, Any]:
+def adapter_telemetry(node):
     """Return the telemetry in which a node lists its network adapters."""
     adapters = [
         {"name": f"mlx5_{n}", "board": "MT_838", "guid": f"a0:{node}{n}", "firmware": "28.39", "pci_bus_id": f"0:1{n}"}
@@ -50,25 +44,25 @@ def adapter_telemetry(node: int) -> dict[str, Any]:
     return {"ports": ["mlx5_0/1"], "adapters": adapters}
 
 
-def line_of(found: Lines, kind: str) -> dict[str, Any]:
+def line_of(found, kind):
     return next(line for line in found if line["type"] == kind)
 
 
-def journal_of(found: Lines) -> Journal:
+def journal_of(found):
     builder = JournalBuilder()
     for line in found:
         builder.add(line)
     return builder.journal()
 
 
-def write_journal(folder: Path, found: Lines) -> Path:
+def write_journal(folder, found):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "journal.jsonl"
     path.write_bytes(b"".join(map(encode, found)))
     return path
 
 
-def record(folder: Path, name: str, change: Callable[[Lines], object] = lambda _: None) -> Certificate:
+def record(folder, name, change=lambda _: None):
     """Return the certificate of the accepted run, with its lines changed before."""
     found = lines()
     change(found)

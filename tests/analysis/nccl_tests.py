@@ -3,24 +3,22 @@
 The format is that of src/util.cu of nccl-tests. What stands in the outputs was made up here; nothing was measured.
 """
 
-from __future__ import annotations
-
 _BYTES = {"float": 4, "bfloat16": 2, "half": 2}
 
 
 def table(
-    sizes: dict[int, float],
+    sizes,
     *,
-    program: str = "all_reduce_perf",
-    dtype: str = "bfloat16",
-    hosts: tuple[str, ...] = ("gpu-a",),
-    gpus: int = 8,
-    per_process: int | None = None,
-    wrong: float | str = 0,
-    out_of_place: tuple[float, float] | None = None,
-    nccl: int = 22703,
-    bounds: int | None = None,
-) -> str:
+    program="all_reduce_perf",
+    dtype="bfloat16",
+    hosts=("gpu-a",),
+    gpus=8,
+    per_process=None,
+    wrong=0,
+    out_of_place=None,
+    nccl=22703,
+    bounds=None,
+):
     """Return what nccl-tests prints: size in bytes -> busbw in GB/s; in-place is 1 % above out-of-place, or that has
     ``out_of_place``: busbw and wrong elements.
 
@@ -66,7 +64,7 @@ def table(
     return "\n".join(lines) + "\n"
 
 
-def _wrong_text(program: str, half: int, wrong: float | str) -> str:
+def _wrong_text(program, half, wrong):
     if isinstance(wrong, str) or (program == "sendrecv_perf" and half == 1):  # which has no in-place form
         return "N/A"
     return f"{wrong:g}"

@@ -1,15 +1,10 @@
 """An earlier run as the baseline: a value that is worse than there fails, whatever its limit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from each import of_each
-from sessions import Project
 from verdicts import LIMITS
 from written_runs import BF16, HBM, MATMUL, case, measured, place, read, write
 
@@ -24,18 +19,18 @@ NAMES = {0: "rank 0 (gpu-a)", 1: "rank 1 (gpu-a)"}
 CONDITIONS = Conditions.of(read())
 
 
-def about(value: float) -> Series:
+def about(value):
     return Series(samples=(value,) * 8, median=value, low=value * 0.997, high=value * 1.003)
 
 
-def judged(*values: Any, **more: Any):
+def judged(*values, **more):
     by_rank = {rank: [measurement(BF16, value, unit="TFLOPS", **more)] for rank, value in enumerate(values)}
     return judge(
         by_rank, world=NAMES, node_of={0: 0, 1: 0}, limits=LIMITS, sku="H100 SXM", gpu_name="NVIDIA H100 80GB HBM3"
     )
 
 
-def compare(folder: Path, judgement: Any, *tests: Any, nodeid: str = MATMUL, conditions: Any = CONDITIONS, **more: Any):
+def compare(folder, judgement, *tests, nodeid=MATMUL, conditions=CONDITIONS, **more):
     path = write(folder, *(tests or (case(MATMUL, "passed", measured([780, 781])),)), **more)
     baseline = Baseline.read(path, allowed=0.03, kind="")
     return baseline.compare(judgement, nodeid=nodeid, name="test_it", conditions=conditions, names=NAMES)
@@ -145,11 +140,11 @@ def test_fast(measure):
 
 
 @pytest.fixture
-def measuring(project: Project):
+def measuring(project):
     """A suite whose one criterion measures the given rate, and its first run."""
     project.suite(SUITE)
 
-    def run(rate: float, *options: str):
+    def run(rate, *options):
         (project.path / "rate").write_text(str(rate))
         return project.run(*options)
 

@@ -1,13 +1,10 @@
 """Whatever is wrong with a run keeps it from being accepted, also where its closing line says ACCEPTED."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 from each import of_each
-from made_records import Lines, journal_of, line_of, lines
+from made_records import journal_of, line_of, lines
 
 from pytest_gpucluster.analysis.certificate_blockers import blockers
 
@@ -16,66 +13,63 @@ def test_an_accepted_run_has_no_blockers():
     assert blockers(journal_of(lines())) == ()
 
 
-Change = Callable[[Lines], object]
-
-
-def _judged(found: Lines) -> list[dict]:
+def _judged(found):
     return [judged for line in found if line["type"] == "test" for judged in line["measurements"]]
 
 
-def _value(found: Lines) -> dict:
+def _value(found):
     """Return a value that was compared with a limit, and not by its own test alone."""
     return next(judged for judged in _judged(found) if judged["metric"] == "matmul.bf16.tflops" and judged["limit"])
 
 
-def _ranks(found: Lines) -> list[dict]:
+def _ranks(found):
     return line_of(found, "cluster")["ranks"]
 
 
-def _like_the_first(rank: int) -> Change:
+def _like_the_first(rank):
     """Add a rank like the first one but for its GPU."""
 
-    def add(found: Lines) -> None:
+    def add(found):
         first = _ranks(found)[0]
         _ranks(found).append({**first, "gpu": {**first["gpu"], "uuid": "GPU-another"}, "rank": rank})
 
     return add
 
 
-def _drop(kind: str) -> Change:
-    def drop(found: Lines) -> None:
+def _drop(kind):
+    def drop(found):
         found[:] = [line for line in found if line["type"] != kind]
 
     return drop
 
 
-def _line(kind: str, **values: object) -> Change:
+def _line(kind, **values):
     """Change the first line of a kind."""
     return lambda found: line_of(found, kind).update(values)
 
 
-def _rank_3(**values: object) -> Change:
+def _rank_3(**values):
     return lambda found: _ranks(found)[3].update(values)
 
 
-def _gpu_3(**values: object) -> Change:
+def _gpu_3(**values):
     return lambda found: _ranks(found)[3]["gpu"].update(values)
 
 
-def _of_rank_4(found: Lines) -> str:
+def _of_rank_4(found):
     return _ranks(found)[4]["gpu"]["uuid"]
 
 
-def _digest(sha256: str) -> Change:
+def _digest(sha256):
     return lambda found: line_of(found, "limits")["files"][0].update(sha256=sha256)
 
 
-def _next_to_last(**line: object) -> Change:
+def _next_to_last(**line):
     return lambda found: found.insert(-1, line)
 
 
 X = {"nodeid": "t.py::test_x"}
-CHANGES: dict[str, tuple[Change, str]] = {
+CHANGES = {
     "no end": (_drop("end"), "closing line"),
     "rehearsal": (_line("run", rehearsal=True), "REHEARSAL"),
     "selection": (_line("run", selection=True), "selection"),

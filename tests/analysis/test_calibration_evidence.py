@@ -1,22 +1,19 @@
 """Floors are made of accepted runs that measured the same, and of rates only."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable
 
-from accepted_runs import BUSBW, Lines, lines, measured, of_lines, source
+from accepted_runs import BUSBW, lines, measured, of_lines, source
 from each import of_each
 
 from pytest_gpucluster.analysis.calibration import series, source_problems
 
 
-def line_of(found: Lines, kind: str) -> dict:
+def line_of(found, kind):
     return next(line for line in found if line["type"] == kind)
 
 
-REFUSED: dict[str, tuple[Callable[[Lines], object], str]] = {
+REFUSED = {
     "rehearsal": (lambda found: found[0].update(rehearsal=True), "run-2/journal.jsonl: .*REHEARSAL"),
     "selection": (lambda found: found[0].update(selection=True), "selection"),
     "rejected": (lambda found: line_of(found, "end").update(verdict="REJECTED", exit=1), "REJECTED"),
@@ -36,7 +33,7 @@ REFUSED: dict[str, tuple[Callable[[Lines], object], str]] = {
 
 
 @of_each("name", list(REFUSED))
-def test_what_is_no_basis_is_refused_and_named(name: str):
+def test_what_is_no_basis_is_refused_and_named(name):
     assert source_problems([source(number=1), source(number=2)]) == []
     change, why = REFUSED[name]
     found = lines(number=2)

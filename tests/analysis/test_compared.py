@@ -1,7 +1,5 @@
 """Two runs compared: what has changed, and the answer."""
 
-from __future__ import annotations
-
 from each import of_each
 from written_runs import HBM, MATMUL, case, measured, place, read, write
 

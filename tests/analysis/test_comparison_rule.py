@@ -1,7 +1,5 @@
 """When a value counts as worse, and how a comparison is shown."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -14,15 +12,15 @@ from written_runs import HBM, MATMUL, case, measured, read
 from pytest_gpucluster.analysis.compare import allowance, assess, compare_runs
 from pytest_gpucluster.analysis.compare_output import comparison_blocks, comparison_document
 from pytest_gpucluster.analysis.output import as_text
-from pytest_gpucluster.analysis.run_view import Estimate, RunView, estimate
+from pytest_gpucluster.analysis.run_view import RunView, estimate
 from pytest_gpucluster.errors import OptionError
 
 
-def about(value: float, width: float = 0.01) -> Estimate:
+def about(value, width=0.01):
     return estimate(value, (value * (1 - width / 2), value * (1 + width / 2)))
 
 
-def bare(value: float) -> Estimate:
+def bare(value):
     return estimate(value, None)
 
 

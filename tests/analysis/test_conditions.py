@@ -1,7 +1,5 @@
 """What must be alike for two values to say something about each other, and which ranks correspond."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 
@@ -16,8 +14,8 @@ from pytest_gpucluster.metrics.measurement import METRICS
 RUN = Conditions(sku="H100 SXM", gpu_name="H100", world_size=16, nnodes=2, workload={"training.batch": "8"})
 
 
-def changed(**changes: object) -> Conditions:
-    return Conditions(**{**vars(RUN), **changes})  # type: ignore[arg-type]
+def changed(**changes):
+    return Conditions(**{**vars(RUN), **changes})
 
 
 @of_each(
@@ -74,7 +72,7 @@ def test_each_section_names_metrics_that_there_are():
     assert [pattern for pattern in patterns if not fnmatch.filter(METRICS, pattern)] == []
 
 
-def ranks(*places: tuple[str, int, str]) -> dict[int, RankPlace]:
+def ranks(*places):
     return {
         rank: RankPlace(rank=rank, host=host, local_rank=local, gpu={"uuid": uuid} if uuid else None)
         for rank, (host, local, uuid) in enumerate(places)

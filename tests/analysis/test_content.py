@@ -1,21 +1,16 @@
 """What a certificate holds; one that was changed after it was sealed is never intact, and another file is refused."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from each import of_each
-from made_records import DIGEST, Lines, journal_of, line_of, lines, record
+from made_records import DIGEST, journal_of, line_of, lines, record
 
 from pytest_gpucluster.analysis.certificate import canonical, certificate_content, read_certificate
 from pytest_gpucluster.errors import CertificateError
 
 
-def made(found: Lines) -> dict:
+def made(found):
     return certificate_content(journal_of(found), sha256=DIGEST)
 
 
@@ -98,7 +93,7 @@ def test_every_value_has_its_limit_its_margin_and_where_the_limit_comes_from():
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return record(tmp_path, "accepted").path
 
 
@@ -112,7 +107,7 @@ def test_an_unchanged_certificate_is_intact_and_accepted_in_any_layout(path):
     assert not contradiction.is_accepted
 
 
-def _leaves(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _leaves(value, where=()):
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from _leaves(each, (*where, key))
@@ -123,7 +118,7 @@ def _leaves(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield where
 
 
-def _put(content: Any, where: tuple[Any, ...], value: Any) -> None:
+def _put(content, where, value):
     for key in where[:-1]:
         content = content[key]
     content[where[-1]] = value

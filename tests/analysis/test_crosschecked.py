@@ -1,7 +1,5 @@
 """Our figures compared with those of nccl-tests: what is agreement, and what is not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,28 +1,25 @@
 """Parts that were swapped, moved, replaced, added or removed are reported as such, and so is changed firmware."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 from each import of_each
-from made_records import Lines, line_of, record
+from made_records import line_of, record
 
 from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
 
 IDENTITY = ("uuid", "serial")
 
 
-def gpus(found: Lines) -> list[dict]:
+def gpus(found):
     return [rank["gpu"] for rank in line_of(found, "cluster")["ranks"]]
 
 
-def adapters(found: Lines, node: int) -> list[dict]:
+def adapters(found, node):
     telemetry = line_of(found, "test")["measurements"][-1]["telemetry"]
     return telemetry[str(8 * node)]["adapters"]
 
 
-def put(found: Lines, places: dict[int, int]) -> None:
+def put(found, places):
     """Put the GPU of one rank (value) into the slot of another (key)."""
     known = gpus(found)
     cards = {slot: {key: known[card][key] for key in IDENTITY} for slot, card in places.items()}
@@ -30,35 +27,35 @@ def put(found: Lines, places: dict[int, int]) -> None:
         known[slot].update(card)
 
 
-def silent(found: Lines) -> None:
+def silent(found):
     line_of(found, "test")["measurements"].pop()
 
 
-def nameless(found: Lines) -> None:
+def nameless(found):
     gpus(found)[4]["uuid"] = None
 
 
-def rename(found: Lines) -> None:
+def rename(found):
     for rank in line_of(found, "cluster")["ranks"][8:]:
         rank["host"] = "gpu-77"
 
 
-def new_node(found: Lines) -> None:
+def new_node(found):
     rename(found)
     for gpu in gpus(found)[8:]:
         gpu["uuid"] += "-new"
 
 
-def lose_the_last(found: Lines) -> None:
+def lose_the_last(found):
     line_of(found, "cluster")["ranks"].pop()
 
 
-def swap_adapters(found: Lines) -> None:
+def swap_adapters(found):
     first, second = adapters(found, 0)
     first["guid"], second["guid"] = second["guid"], first["guid"]
 
 
-def changes(tmp_path, change: Callable[[Lines], object], before: Callable[[Lines], object] = lambda _: None):
+def changes(tmp_path, change, before=lambda _: None):
     old, new = record(tmp_path, "old", before), record(tmp_path, "new", change)
     return [(each.kind, each.where, each.what) for each in differences(old, new)]
 
@@ -115,7 +112,7 @@ def test_what_one_certificate_lacks_is_reported_of_either_one(tmp_path, case):
 
 
 def test_a_part_that_takes_the_place_of_one_that_is_gone_is_moved_and_the_other_removed(tmp_path):
-    def change(found: Lines) -> None:
+    def change(found):
         put(found, {9: 3})
         del line_of(found, "cluster")["ranks"][3]
 
@@ -133,7 +130,7 @@ def test_a_node_of_another_name_is_another_node(tmp_path):
 
 
 def test_firmware_and_versions_are_reported_once_for_all_that_share_them(tmp_path):
-    def change(found: Lines) -> None:
+    def change(found):
         for rank in line_of(found, "cluster")["ranks"][8:]:
             rank["versions"]["driver"] = "590.1"
         for gpu in gpus(found):
@@ -155,7 +152,7 @@ def test_firmware_and_versions_are_reported_once_for_all_that_share_them(tmp_pat
 
 
 def test_how_the_runs_were_judged_is_no_change_of_the_cluster(tmp_path):
-    def change(found: Lines) -> None:
+    def change(found):
         line_of(found, "limits")["files"][0]["sha256"] = "cd" * 32
         found[0].update(plugin_version="9.9", selection=True)
 
@@ -168,12 +165,12 @@ def test_how_the_runs_were_judged_is_no_change_of_the_cluster(tmp_path):
     assert "-> NOT accepted" in verdict
 
 
-def _sliced(found: Lines) -> None:
+def _sliced(found):
     """The first two ranks have slices of one GPU, which share its address."""
     gpus(found)[1].update(pci_bus_id=gpus(found)[0]["pci_bus_id"], index=0)
 
 
-def _all_called_alike(found: Lines) -> None:
+def _all_called_alike(found):
     for rank in line_of(found, "cluster")["ranks"]:
         rank["host"] = "localhost"
 
@@ -183,7 +180,7 @@ def test_slots_and_hosts_of_one_name_are_kept_apart(tmp_path, change):
     old = record(tmp_path, "old", change)
     assert differences(old, old) == ()
 
-    def replaced(found: Lines) -> None:
+    def replaced(found):
         change(found)
         gpus(found)[0]["uuid"] = "GPU-new"
 

@@ -1,7 +1,5 @@
 """The results of a fleet: outliers, verdicts, which nodes to drain, at any number of nodes and criteria."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """The rule of a floor: its parts, its bounds, and how often it would be a false alarm."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Several runs become one journal with one verdict."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of nccl-tests: what is read of it, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from each import of_each
 from nccl_tests import table

@@ -1,11 +1,6 @@
 """The proposed file is one that a run can load, in which each floor has its conditions and its source."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from accepted_runs import BF16, BUSBW, LIMIT, measured, source
@@ -14,13 +9,12 @@ from each import of_each
 from pytest_gpucluster.analysis.calibration import NoFloor, Proposal, Source, conditions_of, overlay, propose, series
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judge.limits import Limit
 
 OTHER = {**LIMIT, "min": 100.0}
 HOSTILE = "'a': {b}\n# <script>\x1b[31m\u202e \ud800"
 
 
-def text_of(sources: Sequence[Source], peak: float | None = None, recorded: Sequence[Any] = ()) -> str:
+def text_of(sources, peak=None, recorded=()):
     made = [propose(one, peak=peak) for one in series(sources) if one not in recorded]
     return overlay(
         "H100 SXM",
@@ -35,7 +29,7 @@ def text_of(sources: Sequence[Source], peak: float | None = None, recorded: Sequ
     )
 
 
-def load(folder: Path, text: str) -> list[Limit]:
+def load(folder, text):
     path = folder / "proposed.yaml"
     path.write_text(text, encoding="utf-8")
     return [one for one in loader.load(loader.shipped_path(), path).limits if one.layer == 1]
@@ -93,7 +87,7 @@ def test_a_label_that_no_condition_can_say_has_no_floor(text):
         conditions_of(one)
 
 
-def decided(text: str, folder: Path, **labels: str) -> Limit:
+def decided(text, folder, **labels):
     path = folder / "proposed.yaml"
     path.write_text(text, encoding="utf-8")
     found = loader.load(loader.shipped_path(), path)

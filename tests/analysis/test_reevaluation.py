@@ -1,28 +1,22 @@
 """A value of a journal passes only by its own figures, and the verdict only by its lines."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from each import of_each
 from made_records import journal_of, lines
 
 from pytest_gpucluster.analysis.certificate_blockers import inconsistency
-from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.judge.judged import JudgedMetric
 
 BF16, BUSBW = "matmul.bf16.tflops", "nccl.all_reduce.busbw"
 
 
 @pytest.fixture(scope="module")
-def journal() -> Journal:
+def journal():
     return journal_of(lines())
 
 
-def judged(journal: Journal, metric: str = BF16) -> JudgedMetric:
+def judged(journal, metric=BF16):
     return next(
         one
         for result in reversed(journal.results)
@@ -41,11 +35,11 @@ def test_what_the_judge_has_passed_passes_again_and_so_does_the_verdict(name):
     assert journal.recompute_verdict(topology="").word == journal.verdict
 
 
-def changed(**values: Any) -> Callable[[JudgedMetric], JudgedMetric]:
+def changed(**values):
     return lambda one: replace(one, **values)
 
 
-def of_rank_3(value: float) -> Callable[[JudgedMetric], JudgedMetric]:
+def of_rank_3(value):
     return lambda one: replace(one, values={**one.values, 3: value}, intervals={})
 
 

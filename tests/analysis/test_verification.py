@@ -1,7 +1,5 @@
 """A certificate is checked by its seal, by a digest kept elsewhere, and by its journal."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,7 +8,6 @@ from made_records import lines, record, write_journal
 
 from pytest_gpucluster.analysis import certificate as certificate_module
 from pytest_gpucluster.analysis.certificate import (
-    Certificate,
     certificate_content,
     digest,
     journal_digest,
@@ -32,7 +29,7 @@ def made(tmp_path):
     return tmp_path / "a.json", journal
 
 
-def resealed(path) -> Certificate:
+def resealed(path):
     """Seal what now stands in a file anew, as a forger would."""
     content = json.loads(path.read_text())
     content["sha256"] = digest(content["record"])
@@ -96,7 +93,7 @@ def test_a_journal_that_is_being_written_or_is_none_is_refused(made, monkeypatch
             journal_digest(path)
 
 
-def _gpu_twice(content: dict) -> None:
+def _gpu_twice(content):
     first, second, *_ = content["nodes"][0]["gpus"]
     first["uuid"] = second["uuid"].upper()
 

@@ -1,11 +1,7 @@
 """A burn-in on the CPU: how long it lasts, what it verifies, and what it leaves when it is cut short."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,32 +11,22 @@ from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 
 CPU = torch.device("cpu")
-
-
 N = 64
-
-
 EACH_SECONDS = 0.01
-
-
 """What a product takes by the clock of these tests."""
-
-
 FIRST = 2
-
-
 """Products before the burn-in: the first one of each kind."""
 
 
 class Device:
     """Multiplies, lets its clock advance, and does to one product what a test wants."""
 
-    def __init__(self, at: int = -1, fault: Callable[[torch.Tensor], object] = lambda out: None) -> None:
+    def __init__(self, at=-1, fault=lambda out: None):
         self.clock = ManualClock()
         self.seconds = EACH_SECONDS
         self._at, self._fault, self._calls = at, fault, 0
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(self, a, b, out):
         torch.mm(a, b, out=out)
         self.clock.advance(self.seconds)
         if self._calls == FIRST + self._at:
@@ -48,7 +34,7 @@ class Device:
         self._calls += 1
 
 
-def burn(device: Device, course: TimeSeries, *, interval: float = 1.0, **more: object) -> None:
+def burn(device, course, *, interval=1.0, **more):
     burn_in(
         CPU,
         course,
@@ -58,11 +44,11 @@ def burn(device: Device, course: TimeSeries, *, interval: float = 1.0, **more: o
         clock=device.clock,
         multiply=device,
         now=lambda: device.clock.now_seconds,
-        **more,  # type: ignore[arg-type]  # passed through
+        **more,
     )
 
 
-def test_it_lasts_as_long_as_is_asked_for_and_every_product_is_in_its_course() -> None:
+def test_it_lasts_as_long_as_is_asked_for_and_every_product_is_in_its_course():
     device, course = Device(), TimeSeries(10.0)
     burn(device, course)
     assert course.is_complete
@@ -72,10 +58,10 @@ def test_it_lasts_as_long_as_is_asked_for_and_every_product_is_in_its_course() -
     assert course.retention == pytest.approx(1.0)
 
 
-def test_a_device_that_slows_down_does_not_keep_its_rate() -> None:
+def test_a_device_that_slows_down_does_not_keep_its_rate():
     device, course = Device(), TimeSeries(20.0)
 
-    def show(step: int, of: int, **figures: float) -> None:
+    def show(step, of, **figures):
         device.seconds = EACH_SECONDS * (1 + step / of)
 
     burn(device, course, progress=show)
@@ -90,9 +76,7 @@ def test_a_device_that_slows_down_does_not_keep_its_rate() -> None:
     ],
     ids=["one bit", "a row of NaN"],
 )
-def test_a_wrong_product_is_told_with_its_place_and_its_time(
-    fault: Callable[[torch.Tensor], object], found: str
-) -> None:
+def test_a_wrong_product_is_told_with_its_place_and_its_time(fault, found):
     device, course = Device(at=700, fault=fault), TimeSeries(3600.0)
     with pytest.raises(WrongResult, match="burn-in fp32 n=64: product 700 is wrong in ") as caught:
         burn(device, course)
@@ -108,10 +92,8 @@ def test_a_wrong_product_is_told_with_its_place_and_its_time(
     [(KeyboardInterrupt(), KeyboardInterrupt), (pytest.fail.Exception("out of time"), EnvironmentBroken)],
     ids=["Ctrl-C", "a release"],
 )
-def test_what_was_seen_before_an_interruption_is_kept_and_told(
-    tmp_path: Path, stop: BaseException, raised: type[BaseException]
-) -> None:
-    def fault(out: torch.Tensor) -> None:
+def test_what_was_seen_before_an_interruption_is_kept_and_told(tmp_path, stop, raised):
+    def fault(out):
         raise stop
 
     path = tmp_path / "course.csv"
@@ -123,17 +105,17 @@ def test_what_was_seen_before_an_interruption_is_kept_and_told(
     assert not course.is_complete
 
 
-def test_the_time_left_is_shown_second_by_second_and_telemetry_is_open_meanwhile() -> None:
-    shown: list[tuple[int, int]] = []
-    opened: list[str] = []
+def test_the_time_left_is_shown_second_by_second_and_telemetry_is_open_meanwhile():
+    shown = []
+    opened = []
 
     @contextlib.contextmanager
-    def window() -> Iterator[None]:
+    def window():
         opened.append("open")
         yield
         opened.append("closed")
 
-    def show(step: int, of: int, **figures: float) -> None:
+    def show(step, of, **figures):
         assert opened == ["open"]
         assert set(figures) == {"tflops"}
         shown.append((step, of))
@@ -146,14 +128,14 @@ def test_the_time_left_is_shown_second_by_second_and_telemetry_is_open_meanwhile
     assert opened == ["open", "closed"]
 
 
-def course(rates: list[float], *, seconds: float, each: float = 1.0, path: Path | None = None) -> TimeSeries:
+def course(rates, *, seconds, each=1.0, path=None):
     made = TimeSeries(seconds, path)
     for number, tflops in enumerate(rates, start=1):
         made.add(Point(at_seconds=number * each, products=3, busy_seconds=0.9 * each, tflops=tflops))
     return made
 
 
-def test_in_a_long_burn_in_the_first_and_the_last_minute_are_compared() -> None:
+def test_in_a_long_burn_in_the_first_and_the_last_minute_are_compared():
     # 20 minutes, a point a second: fast for a minute, slow for the last one, something else between them.
     found = course([800.0] * 60 + [500.0] * 1080 + [720.0] * 60, seconds=1200)
     assert found.ends == (800.0, 720.0)
@@ -161,12 +143,12 @@ def test_in_a_long_burn_in_the_first_and_the_last_minute_are_compared() -> None:
     assert found.tflops == 500.0
 
 
-def test_in_a_short_burn_in_the_first_and_the_last_tenth_are_compared() -> None:
+def test_in_a_short_burn_in_the_first_and_the_last_tenth_are_compared():
     found = course([800.0] * 2 + [500.0] * 16 + [600.0] * 2, seconds=20)
     assert found.ends == (800.0, 600.0)
 
 
-def test_points_that_are_longer_than_a_tenth_are_the_ends_themselves() -> None:
+def test_points_that_are_longer_than_a_tenth_are_the_ends_themselves():
     assert course([800.0, 400.0], seconds=20, each=10).retention == 0.5
     assert course([800.0, 100.0, 400.0], seconds=30, each=10).retention == 0.5
 
@@ -179,7 +161,7 @@ def test_points_that_are_longer_than_a_tenth_are_the_ends_themselves() -> None:
     ],
     ids=["none", "one"],
 )
-def test_too_few_points_are_inconclusive(rates: list[float], said: str) -> None:
+def test_too_few_points_are_inconclusive(rates, said):
     found = course(rates, seconds=20)
     for ask in (lambda: found.retention, found.require_ends):
         with pytest.raises(InconclusiveMeasurement) as caught:
@@ -187,12 +169,12 @@ def test_too_few_points_are_inconclusive(rates: list[float], said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
-def test_a_burn_in_without_a_point_has_no_rate() -> None:
+def test_a_burn_in_without_a_point_has_no_rate():
     with pytest.raises(InconclusiveMeasurement, match=r"no rate after 0 s of 20 .*no product"):
         _ = course([], seconds=20).tflops
 
 
-def test_how_far_it_came_is_told_and_only_the_end_makes_it_complete() -> None:
+def test_how_far_it_came_is_told_and_only_the_end_makes_it_complete():
     found = course([700.0] * 5, seconds=20)
     assert found.progress_text == "after 5 s of 20 s, and 15 products, 700 TFLOPS"
     assert (found.products, found.completed, found.is_complete) == (15, 0.25, False)
@@ -207,11 +189,10 @@ SEEN = {
     "samples": 3,
 }
 
-
 BAD = ("hw_thermal", "sw_thermal", "hw_slowdown")
 
 
-def test_of_a_complete_burn_in_the_rates_are_judged_and_what_the_gpu_reached_is_recorded() -> None:
+def test_of_a_complete_burn_in_the_rates_are_judged_and_what_the_gpu_reached_is_recorded():
     found = course([700.0] * 20, seconds=20)
     found.is_complete = True
     told = {
@@ -227,7 +208,7 @@ def test_of_a_complete_burn_in_the_rates_are_judged_and_what_the_gpu_reached_is_
     }
 
 
-def test_of_a_part_of_a_burn_in_everything_is_recorded_and_nothing_judged() -> None:
+def test_of_a_part_of_a_burn_in_everything_is_recorded_and_nothing_judged():
     told = list(course([700.0] * 5, seconds=20).metric_values("bf16", SEEN))
     assert len(told) == 6
     assert all(one.record_only for one in told)
@@ -238,7 +219,7 @@ def test_of_a_part_of_a_burn_in_everything_is_recorded_and_nothing_judged() -> N
     assert [one.metric for one in course([], seconds=20).metric_values("fp8", {})] == ["burn_in.completed"]
 
 
-def test_a_gpu_at_its_power_limit_is_not_slowed_down() -> None:
+def test_a_gpu_at_its_power_limit_is_not_slowed_down():
     told = course([1.0], seconds=20).metric_values("bf16", {"throttle_share": {"sw_power_cap": 0.98}}, slowdowns=BAD)
     assert [one.value for one in told if "slowed" in one.metric] == [0.0]
 
@@ -254,14 +235,14 @@ def test_a_gpu_at_its_power_limit_is_not_slowed_down() -> None:
     ],
     ids=["no throttle reasons", "nothing"],
 )
-def test_a_burn_in_that_nobody_watched_is_an_error(seen: dict[str, object], lacks: str) -> None:
+def test_a_burn_in_that_nobody_watched_is_an_error(seen, lacks):
     with pytest.raises(EnvironmentBroken, match=rf"GPU 3: telemetry of.*-in {lacks}"):
         TimeSeries.require_telemetry(seen, "GPU 3")
     TimeSeries.require_telemetry(SEEN, "GPU 3")
     TimeSeries.require_telemetry({}, "cpu")
 
 
-def test_each_point_is_on_disk_as_soon_as_it_is_taken(tmp_path: Path) -> None:
+def test_each_point_is_on_disk_as_soon_as_it_is_taken(tmp_path):
     path = tmp_path / "course.csv"
     path.write_text("of an earlier attempt", encoding="ascii")
     found = course([700.0, 650.5], seconds=20, path=path)

@@ -1,7 +1,5 @@
 """Every collective, carried out by gloo between processes: times, sizes, and what each fault makes of them."""
 
-from __future__ import annotations
-
 import re
 
 import forked_ranks

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from pytest_gpucluster.benchmarks.collective_payload import shape_of

@@ -4,8 +4,6 @@ Where there is no GPU each test is skipped, and counted at the end of the run. N
 acceptance suite does that.
 """
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -39,7 +37,7 @@ def _environment():
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() & VARIABLES.keys():
             patch.delenv(name)
-        given: dict[str, str] = {}
+        given = {}
         prepare(given)
         for name, value in given.items():
             patch.setenv(name, value)

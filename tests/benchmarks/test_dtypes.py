@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from each import of_each
@@ -10,32 +8,30 @@ from pytest_gpucluster.errors import EnvironmentBroken, WrongResult, kind_of
 from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
-
-
 WHERE = "GPU 3 (GPU-a, serial 165, PCI 0000:3b:00.0) on gpu-07"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
-def test_fp8_is_expected_of_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+def test_fp8_is_expected_of_gpus_that_have_it(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert ("fp8" in dtypes_of(torch.device("cuda:0"))) is (capability >= (8, 9))
 
 
 @of_each("dtype", [*dtypes_of(CPU), "fp8"])
 @of_each("seed", [0, 1])
-def test_a_right_product_passes(dtype: str, seed: int) -> None:
+def test_a_right_product_passes(dtype, seed):
     check_product(CPU, dtype, n=64, seed=seed)
 
 
-def plant(product: torch.Tensor, value: float) -> torch.Tensor:
+def plant(product, value):
     product[5, 7] = value
     return product
 
 
 @of_each("dtype", [*dtypes_of(CPU), "fp8"])
 @of_each("value", [1000.0, float("nan"), float("inf")])
-def test_one_wrong_element_names_the_gpu_and_the_dtype(dtype: str, value: float) -> None:
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def test_one_wrong_element_names_the_gpu_and_the_dtype(dtype, value):
+    def multiply(a, b):
         return plant(a.float() @ b.float(), value)
 
     with pytest.raises(WrongResult) as caught:
@@ -52,8 +48,8 @@ def test_one_wrong_element_names_the_gpu_and_the_dtype(dtype: str, value: float)
 
 
 @of_each("dtype", list(dtypes_of(CPU)))
-def test_the_lowest_bit_of_one_element_is_seen(dtype: str) -> None:
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def test_the_lowest_bit_of_one_element_is_seen(dtype):
+    def multiply(a, b):
         product = torch.mm(a, b)
         bits = product.view(torch.int16 if product.element_size() == 2 else torch.int32)
         bits[0, 0] ^= 1
@@ -63,11 +59,11 @@ def test_the_lowest_bit_of_one_element_is_seen(dtype: str) -> None:
         check_product(CPU, dtype, n=64, multiply=multiply)
 
 
-def test_the_precision_of_fp32_products_is_left_as_it_was() -> None:
+def test_the_precision_of_fp32_products_is_left_as_it_was():
     before = torch.get_float32_matmul_precision()
     seen = []
 
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def multiply(a, b):
         seen.append(torch.get_float32_matmul_precision())
         raise RuntimeError("CUDA error: misaligned address")
 
@@ -78,7 +74,7 @@ def test_the_precision_of_fp32_products_is_left_as_it_was() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_a_product_is_checked_although_only_the_newer_switches_of_precision_were_set() -> None:
+def test_a_product_is_checked_although_only_the_newer_switches_of_precision_were_set():
     cuda = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision(), cuda.fp32_precision
     try:
@@ -91,7 +87,7 @@ def test_a_product_is_checked_although_only_the_newer_switches_of_precision_were
         cuda.fp32_precision = before[1]
 
 
-def test_an_unknown_dtype_is_a_mistake() -> None:
+def test_an_unknown_dtype_is_a_mistake():
     with pytest.raises(ValueError, match="did you mean 'bf16'"):
         check_product(CPU, "bf61", n=64)
 

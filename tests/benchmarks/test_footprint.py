@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -61,7 +59,7 @@ def test_a_lost_device_does_not_hide_why(monkeypatch):
         raise ValueError("the reason")
 
 
-def test_errors_that_were_raised_from_each_other_end_too() -> None:
+def test_errors_that_were_raised_from_each_other_end_too():
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     with pytest.raises(ValueError, match="first"), memory_released():

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import itertools
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from pytest_gpucluster.benchmarks.dtypes import dtypes_of
 from pytest_gpucluster.benchmarks.fingerprint import (
     Fingerprint,
     FingerprintAgreement,
-    Stage,
     exchange,
     stages_of,
     take_fingerprint,
@@ -23,16 +18,14 @@ from pytest_gpucluster.benchmarks.fingerprint import (
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
-
-
 N = 64
 
 
-def flipping(stage: Stage, *, at: int, element: int = 5) -> Stage:
+def flipping(stage, *, at, element=5):
     """A device that flips the lowest bit of one element in one of its computations."""
     calls = itertools.count()
 
-    def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def compute(a, b):
         result = stage(a, b).contiguous()
         if next(calls) == at:
             result.view(-1).view(torch.uint8)[element] ^= 1
@@ -41,7 +34,7 @@ def flipping(stage: Stage, *, at: int, element: int = 5) -> Stage:
     return compute
 
 
-def test_the_same_device_gives_the_same_bits_again_in_every_stage() -> None:
+def test_the_same_device_gives_the_same_bits_again_in_every_stage():
     first, second = (take_fingerprint(CPU, n=N, repeats=3) for _ in range(2))
     assert first == second
     assert first.changed == {}
@@ -49,7 +42,7 @@ def test_the_same_device_gives_the_same_bits_again_in_every_stage() -> None:
     first.require_repeatable("here")
 
 
-def test_every_dtype_is_multiplied_and_all_stages_give_bits_of_their_own() -> None:
+def test_every_dtype_is_multiplied_and_all_stages_give_bits_of_their_own():
     found = take_fingerprint(CPU, n=N, repeats=1)
     assert {name for name in found.digests if name.startswith("matmul ")} == {f"matmul {d}" for d in dtypes_of(CPU)}
     # TF32 is fp32 on cpu.
@@ -57,14 +50,14 @@ def test_every_dtype_is_multiplied_and_all_stages_give_bits_of_their_own() -> No
     assert len(set(others)) == len(others)
 
 
-def test_other_numbers_and_sizes_give_other_bits() -> None:
+def test_other_numbers_and_sizes_give_other_bits():
     prints = [take_fingerprint(CPU, n=n, repeats=1, seed=seed) for n, seed in ((N, 0), (N, 1), (2 * N, 0))]
     for stage in stages_of(CPU):
         assert len({found.digests[stage] for found in prints}) == 3, stage
 
 
 @of_each("stage", list(stages_of(CPU)))
-def test_one_bit_of_any_stage_changes_its_fingerprint_and_no_other(stage: str) -> None:
+def test_one_bit_of_any_stage_changes_its_fingerprint_and_no_other(stage):
     right = take_fingerprint(CPU, n=N, repeats=1)
     stages = dict(stages_of(CPU))
     stages[stage] = flipping(stages[stage], at=0)
@@ -73,7 +66,7 @@ def test_one_bit_of_any_stage_changes_its_fingerprint_and_no_other(stage: str) -
 
 
 @of_each("stage", ["matmul bf16", "integers"])
-def test_a_device_that_computes_something_else_the_second_time_is_told_with_the_stage(stage: str) -> None:
+def test_a_device_that_computes_something_else_the_second_time_is_told_with_the_stage(stage):
     stages = dict(stages_of(CPU))
     stages[stage] = flipping(stages[stage], at=2)
     found = take_fingerprint(CPU, n=N, repeats=4, stages=stages)
@@ -83,12 +76,12 @@ def test_a_device_that_computes_something_else_the_second_time_is_told_with_the_
         found.require_repeatable("GPU 3 of node-b")
 
 
-def test_a_first_time_that_was_wrong_differs_from_all_later_ones() -> None:
-    stages: dict[str, Stage] = {"sums": flipping(stages_of(CPU)["sums"], at=0)}
+def test_a_first_time_that_was_wrong_differs_from_all_later_ones():
+    stages = {"sums": flipping(stages_of(CPU)["sums"], at=0)}
     assert take_fingerprint(CPU, n=N, repeats=4, stages=stages).changed == {"sums": 3}
 
 
-def test_the_operands_stay_as_they_are() -> None:
+def test_the_operands_stay_as_they_are():
     random = torch.Generator().manual_seed(3)
     a, b = (torch.randn(N, N, generator=random) for _ in range(2))
     before = a.clone(), b.clone()
@@ -98,8 +91,8 @@ def test_the_operands_stay_as_they_are() -> None:
     assert torch.equal(b, before[1])
 
 
-def test_too_little_memory_is_told_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(device: torch.device, needed: int, what: str, *, instead: str) -> None:
+def test_too_little_memory_is_told_before_any_is_taken(monkeypatch):
+    def full(device, needed, what, *, instead):
         raise EnvironmentBroken(f"{what} needs {needed}; {instead}")
 
     monkeypatch.setattr(fingerprint, "require_free", full)
@@ -107,10 +100,10 @@ def test_too_little_memory_is_told_before_any_is_taken(monkeypatch: pytest.Monke
         take_fingerprint(CPU, n=N, repeats=1)
 
 
-def test_torch_is_asked_for_the_same_bits_meanwhile_and_not_afterwards() -> None:
-    seen: list[int] = []
+def test_torch_is_asked_for_the_same_bits_meanwhile_and_not_afterwards():
+    seen = []
 
-    def stage(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def stage(a, b):
         seen.append(torch.get_deterministic_debug_mode())
         return a
 
@@ -120,7 +113,7 @@ def test_torch_is_asked_for_the_same_bits_meanwhile_and_not_afterwards() -> None
     assert torch.get_deterministic_debug_mode() == before
 
 
-def agreement(bits: Sequence[str], kinds: Sequence[str] = ()) -> FingerprintAgreement:
+def agreement(bits, kinds=()):
     """One GPU for each text: the letter at place i is its digest of stage i."""
     return FingerprintAgreement(
         [
@@ -135,11 +128,11 @@ def agreement(bits: Sequence[str], kinds: Sequence[str] = ()) -> FingerprintAgre
     )
 
 
-def names(count: int) -> dict[int, str]:
+def names(count):
     return {rank: f"rank {rank}" for rank in range(count)}
 
 
-def blamed(found: FingerprintAgreement, count: int) -> dict[int, str]:
+def blamed(found, count):
     told = {}
     for rank in range(count):
         try:
@@ -149,7 +142,7 @@ def blamed(found: FingerprintAgreement, count: int) -> dict[int, str]:
     return told
 
 
-def test_equal_bits_agree() -> None:
+def test_equal_bits_agree():
     found = agreement(["ab"] * 8)
     assert found.disagreements == ()
     assert [found.agreement_ratio(rank) for rank in range(8)] == [1.0] * 8
@@ -157,7 +150,7 @@ def test_equal_bits_agree() -> None:
 
 
 @of_each("count", [3, 4, 16])
-def test_the_one_that_deviates_is_named_with_its_stage_and_no_other(count: int) -> None:
+def test_the_one_that_deviates_is_named_with_its_stage_and_no_other(count):
     found = agreement(["ab", "ax", *["ab"] * (count - 2)])
     assert blamed(found, count) == {
         1: "rank 1: the same computation gives other bits here: stage 1 gives xxxx, and"
@@ -166,7 +159,7 @@ def test_the_one_that_deviates_is_named_with_its_stage_and_no_other(count: int) 
     assert [found.agreement_ratio(rank) for rank in range(3)] == [1.0, 0.5, 1.0]
 
 
-def test_several_that_deviate_in_several_stages_are_all_named() -> None:
+def test_several_that_deviate_in_several_stages_are_all_named():
     found = agreement(["xb", "ay", "ab", "ab", "xb", "ab", "ab"])
     told = blamed(found, 7)
     assert set(told) == {0, 1, 4}
@@ -174,7 +167,7 @@ def test_several_that_deviate_in_several_stages_are_all_named() -> None:
     assert "stage 1 gives yyyy, and 6 of 7 of this kind give bbbb" in told[1]
 
 
-def test_of_two_that_differ_it_is_said_that_one_of_them_is_wrong() -> None:
+def test_of_two_that_differ_it_is_said_that_one_of_them_is_wrong():
     found = agreement(["ab", "xb"])
     told = blamed(found, 2)
     assert set(told) == {0, 1}
@@ -185,39 +178,39 @@ def test_of_two_that_differ_it_is_said_that_one_of_them_is_wrong() -> None:
 
 
 @of_each("bits", [["a", "a", "x", "x"], ["a", "x", "y"]])
-def test_without_a_majority_nobody_is_cleared(bits: list[str]) -> None:
+def test_without_a_majority_nobody_is_cleared(bits):
     told = blamed(agreement(bits), len(bits))
     assert set(told) == set(range(len(bits)))
     assert all(re.search(r"no majority", text) for text in told.values())
 
 
-def test_each_kind_is_compared_with_its_like_only() -> None:
+def test_each_kind_is_compared_with_its_like_only():
     found = agreement(["a", "b", "a", "b", "x", "b"], ["H100", "H200"] * 3)
     assert blamed(found, 6).keys() == {4}
     assert found.agreement_ratio(1) == 1.0
 
 
-def test_one_that_is_alone_of_its_kind_is_no_pass() -> None:
+def test_one_that_is_alone_of_its_kind_is_no_pass():
     found = agreement(["a", "a", "b"], ["H100", "H100", "H200"])
     with pytest.raises(EnvironmentBroken, match=r"rank 2 .*compare its.* H200, the"):
         found.agreement_ratio(2)
     assert found.agreement_ratio(0) == 1.0
 
 
-def test_a_stage_that_only_some_have_computed_is_a_dissent() -> None:
+def test_a_stage_that_only_some_have_computed_is_a_dissent():
     found = agreement(["ab", "ab", "a"])
     assert blamed(found, 3).keys() == {2}
     assert "stage 1 gives nothing" in blamed(found, 3)[2]
 
 
-def of(bits: str) -> Fingerprint:
+def of(bits):
     return Fingerprint(kind="H100", digests={"sums": bits}, repeats=2, changed={})
 
 
-def test_all_get_the_same_and_only_the_deviant_is_blamed(tmp_path: Path) -> None:
+def test_all_get_the_same_and_only_the_deviant_is_blamed(tmp_path):
     bits = ["a", "a", "b", "a"]
 
-    def worker(index: int) -> tuple[list[Fingerprint], dict[int, str]]:
+    def worker(index):
         return exchange(tmp_path / "new", of(bits[index]), index=index, count=4, name=f"GPU {index}", wait_seconds=60)
 
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -229,7 +222,7 @@ def test_all_get_the_same_and_only_the_deviant_is_blamed(tmp_path: Path) -> None
         agreement.require(2, told[0][1])
 
 
-def test_one_that_does_not_come_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_one_that_does_not_come_is_an_error_that_names_it(tmp_path):
     times = iter(range(100))
     with pytest.raises(EnvironmentBroken, match=r"GPU 0: no fingerprint.* 1, 2 within 5 s"):
         exchange(

@@ -1,7 +1,5 @@
 """The link between host and GPU: rates from the time of the copies alone, and no wrong bit that is not found."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -27,11 +25,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
-
-
 WORDS = 1000
-
-
 SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
 
 
@@ -148,10 +142,7 @@ def test_the_time_allowed_grows_with_the_rate_of_the_link_for_all_of_it_is_compa
 
 
 CUDA = torch.device("cuda", 0)
-
-
 MANY = 2**17
-
 
 MAPS = """\
 7f00000000 default file=/usr/lib/libc.so mapped=2 N0=2 kernelpagesize_kB=4

@@ -1,7 +1,5 @@
 """All links of a node at once: bytes of each rank in a common window, and what one rank finds holds nobody up."""
 
-from __future__ import annotations
-
 import textwrap
 
 import forked_ranks
@@ -48,7 +46,6 @@ def outcome(copier, **arguments):
     except (GpuClusterError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 """
-
 
 SCRIPT = """
 told = {}

@@ -1,9 +1,6 @@
 """Pairs of gloo ranks: what is measured, verified, and told of them; faults are injected where data are exchanged."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import forked_ranks
 import pytest
@@ -104,13 +101,13 @@ say(links.gather_readings(Ranks(dist.group.WORLD, device), []))
 
 
 @pytest.fixture(scope="module")
-def said() -> list[list[Any]]:
+def said():
     """What three ranks said, by line and rank."""
     lines = forked_ranks.run_script(SCRIPT, ranks=3)
     return [list(line) for line in zip(*lines, strict=True)]
 
 
-def same(line: list[Any]) -> Any:
+def same(line):
     """What all ranks said alike."""
     assert all(one == line[0] for one in line)
     return line[0]
@@ -119,19 +116,19 @@ def same(line: list[Any]) -> Any:
 ALL = {"0>1", "1>0", "0>2", "2>0", "1>2", "2>1"}
 
 
-def test_every_pair_has_a_rate_in_each_direction_and_all_ranks_know_all_of_them(said: list[list[Any]]) -> None:
+def test_every_pair_has_a_rate_in_each_direction_and_all_ranks_know_all_of_them(said):
     found = same(said[0])
     assert set(found) == ALL
     for rate, payload_bytes, wrong in found.values():
         assert (rate, payload_bytes, wrong) == (pytest.approx(65536 / 0.01), 65536, "")
 
 
-def test_a_pair_looks_at_its_link_then_each_end_sends_to_the_other_and_warms_up_once(said: list[list[Any]]) -> None:
+def test_a_pair_looks_at_its_link_then_each_end_sends_to_the_other_and_warms_up_once(said):
     # Two rounds of each rank; a look of 4 KiB in 0.01 s lets 65536 B seem to take 0.16 s: a call a window.
     assert same(said[1]) == [2 * 3, 2 * (1 + 5), 2 * (1 + 5)]
 
 
-def test_a_pair_that_is_far_too_slow_sends_less_and_the_others_of_the_round_send_all(said: list[list[Any]]) -> None:
+def test_a_pair_that_is_far_too_slow_sends_less_and_the_others_of_the_round_send_all(said):
     found = same(said[2])
     assert found["0>1"][:2] == [4096.0, 4096]
     for direction in ALL - {"0>1", "1>0"}:
@@ -139,24 +136,24 @@ def test_a_pair_that_is_far_too_slow_sends_less_and_the_others_of_the_round_send
         assert found[direction][0] == pytest.approx(65536 / 0.001)
 
 
-def test_one_wrong_bit_is_on_record_with_its_pair_and_direction_and_ends_nothing(said: list[list[Any]]) -> None:
+def test_one_wrong_bit_is_on_record_with_its_pair_and_direction_and_ends_nothing(said):
     found = same(said[3])
     assert re.search(r"1 of 8192 words from rank 2 to rank 0 are wrong.* 24: found 0x", found["2>0"][2])
     assert {direction for direction, one in found.items() if one[2]} == {"2>0"}
 
 
-def test_data_that_do_not_arrive_as_sent_from_anybody_are_wrong_from_everybody(said: list[list[Any]]) -> None:
+def test_data_that_do_not_arrive_as_sent_from_anybody_are_wrong_from_everybody(said):
     found = same(said[4])
     assert {direction for direction, one in found.items() if one[2]} == {"0>1", "2>1"}
     assert re.search(r"8092 of 8192 words from rank 0 to rank 1 are wrong.* 800", found["0>1"][2])
 
 
-def test_when_the_time_is_up_what_is_left_out_is_told(said: list[list[Any]]) -> None:
+def test_when_the_time_is_up_what_is_left_out_is_told(said):
     # The first rank decides, and by its clock no time passes in the round that it sits out.
     assert same(said[5]) == [4, [[0, 2]], True]
 
 
-def test_a_clock_that_stands_still_ends_it_on_all_ranks(said: list[list[Any]]) -> None:
+def test_a_clock_that_stands_still_ends_it_on_all_ranks(said):
     found = same(said[6])
     assert re.search(r"InconclusiveMeasurement: the clock.* 2 .*advance while.* ", found)
 
@@ -170,17 +167,15 @@ def test_a_clock_that_stands_still_ends_it_on_all_ranks(said: list[list[Any]]) -
     ],
     ids=["sizes", "rounds", "memory"],
 )
-def test_ranks_that_cannot_measure_together_are_told_so_on_all_of_them(
-    said: list[list[Any]], line: int, told: str
-) -> None:
+def test_ranks_that_cannot_measure_together_are_told_so_on_all_of_them(said, line, told):
     assert same(said[line]).startswith(f"EnvironmentBroken: {told}")
 
 
-def test_progress_is_told_after_each_round(said: list[list[Any]]) -> None:
+def test_progress_is_told_after_each_round(said):
     assert same(said[10]) == [[1, 3], [2, 3], [3, 3]]
 
 
-def test_a_part_of_the_ranks_measures_for_itself_and_tells_the_others(said: list[list[Any]]) -> None:
+def test_a_part_of_the_ranks_measures_for_itself_and_tells_the_others(said):
     assert said[11] == [[], ["1>2", "2>1"], ["1>2", "2>1"]]
     assert same(said[12]) == [[2, 1, True, ""], [1, 2, True, ""]]
     assert same(said[13]) == []
@@ -189,13 +184,13 @@ def test_a_part_of_the_ranks_measures_for_itself_and_tells_the_others(said: list
 CPU = torch.device("cpu")
 
 
-def test_the_peers_meet_through_the_given_group_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def test_the_peers_meet_through_the_given_group_and_no_other(monkeypatch):
+    seen = []
     monkeypatch.setattr(links.dist, "P2POp", lambda *arguments: arguments)
     monkeypatch.setattr(links.dist, "batch_isend_irecv", lambda operations: seen.append(operations) or [])
     buffer = torch.zeros(1)
-    links._exchange("the group", buffer, buffer, 5)  # type: ignore[arg-type]  # only handed on
-    links._exchange("the group", None, buffer, 5)  # type: ignore[arg-type]
+    links._exchange("the group", buffer, buffer, 5)
+    links._exchange("the group", None, buffer, 5)
     assert seen == [
         [(dist.isend, buffer, 5, "the group"), (dist.irecv, buffer, 5, "the group")],
         [(dist.irecv, buffer, 5, "the group")],
@@ -257,41 +252,35 @@ nodes = mine = None
 
 
 @pytest.fixture(scope="module")
-def surveyed() -> list[list[Any]]:
+def surveyed():
     """What four ranks surveyed, by line and rank."""
     lines = forked_ranks.run_script(SURVEY, ranks=4)
     return [list(line) for line in zip(*lines, strict=True)]
 
 
-def test_the_nodes_tell_each_other_and_the_slow_link_is_measured_once_more(
-    surveyed: list[list[Any]],
-) -> None:
+def test_the_nodes_tell_each_other_and_the_slow_link_is_measured_once_more(surveyed):
     assert same(surveyed[0]) == [2, [[2, 3], [3, 2]], [["link", [2, 3]]], 1, 0.1, 0]
 
 
-def test_nothing_is_measured_once_more_where_nobody_asks_or_nothing_is_known_to_be_slow(
-    surveyed: list[list[Any]],
-) -> None:
+def test_nothing_is_measured_once_more_where_nobody_asks_or_nothing_is_known_to_be_slow(surveyed):
     assert same(surveyed[1]) == [2, [], [["link", [2, 3]]], 1, 0.1, 0]
     assert same(surveyed[2]) == [2, [], [], 1, 0.1, 0]
 
 
-def test_across_nodes_only_ranks_of_one_rail_meet(surveyed: list[list[Any]]) -> None:
+def test_across_nodes_only_ranks_of_one_rail_meet(surveyed):
     assert same(surveyed[3]) == [2, [], [], 1, 0.1, 0]
     assert surveyed[4] == [[2], [3], [0], [1]]
 
 
-def test_what_accompanies_the_tournament_is_left_again(surveyed: list[list[Any]]) -> None:
+def test_what_accompanies_the_tournament_is_left_again(surveyed):
     assert same(surveyed[5]) == ["in", "out"]
 
 
-def test_what_the_nodes_tell_each_other_is_outside_of_what_is_taken_for_the_group_s(
-    surveyed: list[list[Any]],
-) -> None:
+def test_what_the_nodes_tell_each_other_is_outside_of_what_is_taken_for_the_group_s(surveyed):
     assert same(surveyed[6]) == ["in", "out", "told", "in", "out", "told"]
 
 
-def test_a_rank_takes_part_in_the_rounds_of_its_node_or_of_all() -> None:
+def test_a_rank_takes_part_in_the_rounds_of_its_node_or_of_all():
     places = Places.of(
         [{"rank": r, "host": "ab"[r % 2], "node_rank": r % 2, "local_rank": r // 2} for r in range(4)],
     )
@@ -299,7 +288,7 @@ def test_a_rank_takes_part_in_the_rounds_of_its_node_or_of_all() -> None:
     assert rounds_of("world", places, 1) == (((0, 1), (2, 3)),)
 
 
-def test_with_one_rank_a_node_there_is_nobody_to_meet_inside() -> None:
+def test_with_one_rank_a_node_there_is_nobody_to_meet_inside():
     places = Places.of([{"rank": 0, "host": "a", "node_rank": 0, "local_rank": 0}])
     with pytest.raises(ValueError, match="takes two players"):
         rounds_of("node", places, 0)
@@ -313,9 +302,7 @@ MIB = 2**20
     st.integers(1, 2**30).map(lambda words: 8 * words),
     st.floats(0.01, 600),
 )
-def test_something_is_always_sent_and_never_more_than_the_payload(
-    probe_seconds: float, payload_bytes: int, round_seconds: float
-) -> None:
+def test_something_is_always_sent_and_never_more_than_the_payload(probe_seconds, payload_bytes, round_seconds):
     found = pace(probe_seconds, payload_bytes=payload_bytes, round_seconds=round_seconds)
     assert found.calls >= 1
     assert probe_bytes(payload_bytes) // 8 <= found.words <= payload_bytes // 8
@@ -324,7 +311,7 @@ def test_something_is_always_sent_and_never_more_than_the_payload(
 
 
 @given(st.floats(1e-6, 1e4))
-def test_a_round_takes_about_as_long_as_planned_but_for_a_link_that_hardly_moves(probe_seconds: float) -> None:
+def test_a_round_takes_about_as_long_as_planned_but_for_a_link_that_hardly_moves(probe_seconds):
     payload, round_seconds = 256 * MIB, 0.5
     found = pace(probe_seconds, payload_bytes=payload, round_seconds=round_seconds)
     window = found.calls * probe_seconds * 8 * found.words / probe_bytes(payload)
@@ -332,19 +319,19 @@ def test_a_round_takes_about_as_long_as_planned_but_for_a_link_that_hardly_moves
     assert window <= max(4.01 * window_seconds(round_seconds), probe_seconds)
 
 
-def test_all_windows_together_take_a_round() -> None:
+def test_all_windows_together_take_a_round():
     assert 2 * (WINDOWS + 1) * window_seconds(0.6) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(("payload", "probe"), [(256 * MIB, 4 * MIB), (8, 8), (4096, 4096), (260_000, 4096)])
-def test_the_first_look_sends_little(payload: int, probe: int) -> None:
+def test_the_first_look_sends_little(payload, probe):
     assert probe_bytes(payload) == probe
 
 
 WRITER = PatternWriter(torch.device("cpu"), 1000)
 
 
-def words(*link: int) -> torch.Tensor:
+def words(*link):
     made = torch.empty(1000, dtype=torch.int64)
     WRITER.fill(made, pattern_of(*link))
     return made
@@ -362,7 +349,7 @@ def words(*link: int) -> torch.Tensor:
         pytest.param(lambda received: received.copy_(words(0, 2, 5)), id="meant for another rank"),
     ],
 )
-def test_data_that_were_not_meant_are_wrong_in_nearly_all_words(spoil: Any) -> None:
+def test_data_that_were_not_meant_are_wrong_in_nearly_all_words(spoil):
     received = words(0, 1, 5)
     assert WRITER.compare(received, pattern_of(0, 1, 5)) is None
     spoil(received)
@@ -371,6 +358,6 @@ def test_data_that_were_not_meant_are_wrong_in_nearly_all_words(spoil: Any) -> N
     assert found.count >= 999
 
 
-def test_every_pair_direction_and_time_has_a_payload_of_its_own() -> None:
+def test_every_pair_direction_and_time_has_a_payload_of_its_own():
     starts = {pattern_of(one, other, when).word(0) for one in range(16) for other in range(16) for when in range(16)}
     assert len(starts) == 16**3

@@ -1,7 +1,5 @@
 """The search for the fastest product: what it chooses, what it measures, and what ends it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -56,8 +54,8 @@ class Multiplier:
 
     def __init__(self, tflops=lambda shape: 1e-4, fault=None):
         self.clock = ManualClock()
-        self.calls: list[Shape] = []
-        self.seen: list[tuple[Shape, torch.Tensor]] = []
+        self.calls = []
+        self.seen = []
         self._tflops, self._fault = tflops, fault
 
     def __call__(self, a, b, out):
@@ -249,7 +247,7 @@ def test_a_wrong_product_in_the_measurement_is_found_too():
         if measuring:
             out[0, 1] = math.nan
 
-    measuring: list[bool] = []
+    measuring = []
 
     def choose(looks):
         measuring.append(True)

@@ -1,7 +1,5 @@
 """What arrives is checked without sending anything: all ranks of a group stand side by side in this process."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,10 +1,7 @@
 """What the ranks of a group find together: trainings that go as on one rank, and faults of one that all know."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -156,7 +153,7 @@ def look_at_folder(rank, folder):
     return survey(group(), folder, nodes=[0, 0, 1, 2], hosts=hosts, file_bytes=5000, replaced=20, small=5)
 
 
-def test_one_rank_of_each_node_looks_at_a_shared_folder(tmp_path: Path):
+def test_one_rank_of_each_node_looks_at_a_shared_folder(tmp_path):
     a, other, *further = on_ranks(4, look_at_folder, tmp_path)
     assert other is None
     # The first node reads the files of all others twice, and each other one those of the first and of the next.

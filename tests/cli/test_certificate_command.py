@@ -1,9 +1,6 @@
 """``gpucluster certificate create``: only an accepted run is accepted, and a changed record is noticed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from example_runs import write
@@ -13,7 +10,7 @@ from pytest_gpucluster.cli import main
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in ("accepted", "cluster", "rehearsal", "broken", "hostile"):
         write(folder / name, name)
@@ -21,7 +18,7 @@ def runs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def accepted(runs, tmp_path, capsys) -> Path:
+def accepted(runs, tmp_path, capsys):
     path = tmp_path / "accepted.json"
     words = ["--out", str(path), "--by", "J. Doe", "--note", "order 4711"]
     assert main.main(["certificate", "create", str(runs / "accepted"), *words]) == 0

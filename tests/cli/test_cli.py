@@ -1,7 +1,5 @@
 """The command ``gpucluster``: its words, what it imports, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``gpucluster runs compare``: its answers as exit codes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

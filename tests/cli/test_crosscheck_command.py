@@ -1,7 +1,5 @@
 """``gpucluster runs crosscheck``: the commands that it prints, and what its exit codes say."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

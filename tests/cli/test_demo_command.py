@@ -1,7 +1,5 @@
 """``gpucluster demo``: forked hosts and ranks, the verdict last, exit codes, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,15 +1,11 @@
 """``gpucluster doctor``: each planted fault is found, with its criteria and what to type; a healthy launch has none."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from each import of_each
@@ -28,7 +24,6 @@ from pytest_gpucluster.cli.doctor_findings import (
     examine,
 )
 from pytest_gpucluster.judge.loader import load, shipped_path
-from pytest_gpucluster.node.host import NodeSnapshot
 from pytest_gpucluster.node.processes import Output
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "node"))
@@ -56,7 +51,7 @@ PLACE = Rendezvous(option="--master-addr", host="gpu-00", port=29500, answer="fr
 SLURM = SlurmFacts(config={"KillWait": "30 sec", "SlurmdTimeout": "300 sec"}, gpus={"gpu-00": 8, "gpu-01": 8})
 
 
-def kubernetes_node(name: str = "a", **changes: Any) -> dict[str, Any]:
+def kubernetes_node(name="a", **changes):
     """A node as ``kubectl get nodes`` lists it."""
     return {
         "kind": "Node",
@@ -70,51 +65,51 @@ def kubernetes_node(name: str = "a", **changes: Any) -> dict[str, Any]:
     }
 
 
-def kubernetes(**changes: Any) -> KubernetesFacts:
+def kubernetes(**changes):
     """Return two nodes, the first with these changes."""
     nodes = (kubernetes_node(**changes), kubernetes_node("b"))
     return KubernetesFacts(version="v1.32.4", nodes=nodes)
 
 
-def snapshot(folder: Path, files: Mapping[str, str] | None = None, shm: int = 10**12) -> NodeSnapshot:
+def snapshot(folder, files=None, shm=10**12):
     found = node_facts(folder, files or {}, ranks=8, space=space(shm, shm))
     return replace(found, own_cpus=frozenset(range(128)))
 
 
-def healthy(folder: Path) -> Facts:
+def healthy(folder):
     node = snapshot(folder)
     parts = {"rendezvous": PLACE, "node": node, "slurm": SLURM, "kubernetes": kubernetes()}
-    return Facts(host="gpu-00", plan=PLAN, limits=load(shipped_path()), **parts)  # type: ignore[arg-type]
+    return Facts(host="gpu-00", plan=PLAN, limits=load(shipped_path()), **parts)
 
 
-def findings(facts: Facts) -> dict[str, tuple[str, list[str]]]:
+def findings(facts):
     """Return code -> kind and criteria. Each finding says what was found, what is allowed and what to type."""
     found = examine(facts)
     assert all(one.found and one.allowed and one.remedy for one, _ in found)
     return {one.code: (one.kind, sorted(criteria)) for one, criteria in found}
 
 
-def test_a_healthy_launch_has_no_finding(tmp_path: Path) -> None:
+def test_a_healthy_launch_has_no_finding(tmp_path):
     assert findings(healthy(tmp_path)) == {}
 
 
-def of_plan(**changes: Any) -> Callable[[Facts], Facts]:
+def of_plan(**changes):
     return lambda facts: replace(facts, plan=replace(facts.plan, **changes))
 
 
-def of_place(**changes: Any) -> Callable[[Facts], Facts]:
+def of_place(**changes):
     return lambda facts: replace(facts, rendezvous=replace(PLACE, **changes))
 
 
-def of_slurm(**changes: Any) -> Callable[[Facts], Facts]:
+def of_slurm(**changes):
     return lambda facts: replace(facts, slurm=replace(SLURM, **changes))
 
 
-def of_kubernetes(**changes: Any) -> Callable[[Facts], Facts]:
+def of_kubernetes(**changes):
     return lambda facts: replace(facts, kubernetes=replace(kubernetes(), **changes))
 
 
-def of(**changes: Any) -> Callable[[Facts], Facts]:
+def of(**changes):
     return lambda facts: replace(facts, **changes)
 
 
@@ -123,7 +118,7 @@ SKIPPED = replace(SCHEDULER, skipped="needs 2 nodes, and there is 1", remedy="la
 NOTES = {"driver.older", "node.unseen", "slurm.kill_wait", "slurm.slurmd_timeout"}
 OF_SLURM = {"test.skipped", "slurm.silent"}
 """Findings that cost one criterion only."""
-FAULTS: Mapping[str, tuple[Callable[[Facts], Facts], str]] = {
+FAULTS = {
     "a rehearsal": (of_plan(device="cpu"), "launch.rehearsal"),
     "a simulated cluster": (of_plan(device="simulated"), "launch.rehearsal"),
     "a part": (of_plan(part="SELECTION PASSED at best"), "launch.part"),
@@ -160,7 +155,7 @@ FAULTS: Mapping[str, tuple[Callable[[Facts], Facts], str]] = {
 
 
 @of_each("name", list(FAULTS))
-def test_each_fault_is_found_with_the_criteria_that_it_costs(name: str, tmp_path: Path) -> None:
+def test_each_fault_is_found_with_the_criteria_that_it_costs(name, tmp_path):
     change, code = FAULTS[name]
     found = findings(change(healthy(tmp_path)))
     kind = "note" if code in NOTES else "environment"
@@ -169,7 +164,7 @@ def test_each_fault_is_found_with_the_criteria_that_it_costs(name: str, tmp_path
         assert list(found) == [code]
 
 
-UNUSABLE: Mapping[str, tuple[dict[str, Any], str]] = {
+UNUSABLE = {
     "cordoned": ({"unschedulable": True}, "kubernetes.node"),
     "without a device plugin": ({"allocatable": {"cpu": "128"}}, "kubernetes.gpus"),
     "with other GPUs": ({"labels": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}}, "kubernetes.sku"),
@@ -178,14 +173,14 @@ UNUSABLE: Mapping[str, tuple[dict[str, Any], str]] = {
 
 
 @of_each("name", list(UNUSABLE))
-def test_a_node_of_kubernetes_that_takes_no_pod_is_named_and_not_counted(name: str, tmp_path: Path) -> None:
+def test_a_node_of_kubernetes_that_takes_no_pod_is_named_and_not_counted(name, tmp_path):
     changes, code = UNUSABLE[name]
     facts = replace(healthy(tmp_path), kubernetes=kubernetes(**changes))
     assert findings(facts) == {code: ("note", []), "kubernetes.nodes": ("environment", [])}
     assert [one.gpu.host for one, _ in examine(facts)] == ["a", "gpu-00"]
 
 
-def test_a_node_without_rdma_is_a_note(tmp_path: Path) -> None:
+def test_a_node_without_rdma_is_a_note(tmp_path):
     facts = replace(healthy(tmp_path), kubernetes=kubernetes(allocatable={"nvidia.com/gpu": "8"}))
     assert findings(facts) == {"kubernetes.rdma": ("note", [])}
 
@@ -198,16 +193,14 @@ def test_a_node_without_rdma_is_a_note(tmp_path: Path) -> None:
         ({}, 64 << 20, "host.shm"),
     ],
 )
-def test_limits_of_the_host_are_judged_as_the_suite_judges_them(
-    files: dict[str, str], shm: int, code: str, tmp_path: Path
-) -> None:
+def test_limits_of_the_host_are_judged_as_the_suite_judges_them(files, shm, code, tmp_path):
     facts = replace(healthy(tmp_path / "other"), node=snapshot(tmp_path, files, shm))
     assert findings(facts) == {code: ("environment", ["host.limits"])}
     unlimited = snapshot(tmp_path / "pod", {**files, "/proc/self/mountinfo": ""}, shm)
     assert "kubernetes.resources" in findings(replace(facts, node=unlimited, in_pod=True))
 
 
-def test_an_unknown_limit_of_the_host_is_one_finding_among_the_others(tmp_path: Path) -> None:
+def test_an_unknown_limit_of_the_host_is_one_finding_among_the_others(tmp_path):
     healthy_one = healthy(tmp_path)
     assert healthy_one.node is not None
     facts = replace(healthy_one, node=replace(healthy_one.node, limits=None), rendezvous=None)
@@ -220,7 +213,7 @@ def test_an_unknown_limit_of_the_host_is_one_finding_among_the_others(tmp_path: 
 # ---- what is collected
 
 
-def forecast(words: list[str]) -> Output:
+def forecast(words):
     """Write what the forecast of a run on cpu would."""
     _, _, _, file, nodes, ranks, _, *_ = words
     plan = {"device": "cpu", "part": "", "torch": "2.13.0", "nvml": "", "nodes": int(nodes)}
@@ -238,28 +231,28 @@ ANSWERS = {
 }
 
 
-def run(words: list[str], seconds: float, **others: Any) -> Output:
+def run(words, seconds, **others):
     if words[0] == sys.executable:
         return forecast(words)
     line = " ".join(word for word in words if not word.startswith("--namespace"))
     return Output(code=0, text=next(text for begin, text in ANSWERS.items() if line.startswith(begin)))
 
 
-def collect(line: str, environ: Mapping[str, str] | None = None, **sources: Any) -> Facts:
+def collect(line, environ=None, **sources):
     return doctor.collect(main.parse(["doctor", *line.split()]), environ or {}, **{"run": run, **sources})
 
 
-def test_what_kubectl_answers_is_read() -> None:
+def test_what_kubectl_answers_is_read():
     found = collect("--kubernetes --namespace=gpu --nnodes 3").kubernetes
     assert found == KubernetesFacts(version="v1.30.1", denied=["create services"], nodes=[kubernetes_node()])
 
-    def silent(words: list[str], *_: Any, **__: Any) -> Output:
+    def silent(words, *_, **__):
         return forecast(words) if words[0] == sys.executable else Output(why_not="x")
 
     assert collect("--kubernetes", run=silent).kubernetes == KubernetesFacts(version="", why_not="x")
 
 
-def test_what_slurm_answers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_answers_is_read(monkeypatch):
     monkeypatch.setattr(doctor.scheduler, "why_unavailable", lambda: None)
     monkeypatch.setattr(doctor.scheduler, "ping", lambda: None)
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]", "SLURM_JOB_NUM_NODES": "2"}
@@ -271,7 +264,7 @@ def test_what_slurm_answers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (on_a_node.elsewhere, on_a_node.node is not None) == ("", True)
 
 
-def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path: Path) -> None:
+def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path):
     words = "--nnodes=2 --master-addr head --master-port=4000 -- acceptance/"
     place = collect(words, resolve=lambda host, **_: None, probe=lambda host, port: f"{host}:{port}").rendezvous
     assert place == Rendezvous(option="--master-addr", host="head", port=4000, answer="head:4000")
@@ -288,16 +281,16 @@ def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path: Path) -> Non
     assert (facts.plan.nodes, facts.unknown_names) == (3, {"gpu-00": "no", "gpu-01": "no"})
 
 
-def test_torchrun_reads_no_master_addr() -> None:
+def test_torchrun_reads_no_master_addr():
     environ = {"MASTER_ADDR": "head", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]"}
     assert doctor.rendezvous_of(["--nnodes=2"], environ, 2) is None
 
 
-def test_over_ssh_the_options_are_those_of_run_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_over_ssh_the_options_are_those_of_run_hosts(tmp_path, capsys):
     (tmp_path / "hosts").write_text("gpu-[00-01]\n")
-    started: list[list[str]] = []
+    started = []
 
-    def note(words: list[str], *_: Any, **__: Any) -> Output:
+    def note(words, *_, **__):
         started.append(words[4:])
         return forecast(words)
 
@@ -315,10 +308,10 @@ def test_over_ssh_the_options_are_those_of_run_hosts(tmp_path: Path, capsys: pyt
 
 
 @pytest.fixture
-def forecast_by_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def forecast_by_a_fork(tmp_path, monkeypatch):
     """Let ``main`` start the forecast as a fork of a process that has torch and pytest loaded."""
 
-    def forked(words: list[str], seconds: float, *, environ: Mapping[str, str]) -> Output:
+    def forked(words, seconds, *, environ):
         server = server_for(environment(environ))
         assert server is not None
         with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
@@ -330,12 +323,12 @@ def forecast_by_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forecast_by_a_fork")
-def test_an_unknown_option_of_torchrun_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_of_torchrun_is_wrong_usage(capsys):
     assert main.main(["doctor", "--nodse=7", "--", "acceptance/"]) == 2
     assert "--nodse=7" in capsys.readouterr().err
 
 
-def test_a_port_is_free_in_use_or_refused() -> None:
+def test_a_port_is_free_in_use_or_refused():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -345,12 +338,12 @@ def test_a_port_is_free_in_use_or_refused() -> None:
 
 
 @pytest.mark.usefixtures("forecast_by_a_fork")
-def test_a_wrong_option_of_pytest_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_of_pytest_is_wrong_usage(capsys):
     assert main.main(["doctor", "--", "acceptance/test_hbm.py", "--lf", "--gpucluster-sku=H1000"]) == 2
     assert "H1000" in capsys.readouterr().err
 
 
-def test_on_this_machine_the_real_suite_is_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_this_machine_the_real_suite_is_forecast(capsys):
     assert (
         main.main(["doctor", "--nnodes=2", "--nproc-per-node=2", "--", "acceptance/", "--gpucluster-device=cpu"]) == 1
     )

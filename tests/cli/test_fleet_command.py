@@ -1,7 +1,5 @@
 """``gpucluster runs fleet``: what it takes, and what its exit codes say."""
 
-from __future__ import annotations
-
 import pytest
 from written_runs import MATMUL, case, measured, place, write
 

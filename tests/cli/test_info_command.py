@@ -1,7 +1,5 @@
 """``gpucluster node info``: on this machine, whatever it has."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

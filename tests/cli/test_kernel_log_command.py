@@ -1,13 +1,9 @@
 """``gpucluster node kernel-log``: logs of any host, torn, coloured, binary, or none at all."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from each import of_each
@@ -36,21 +32,19 @@ DRESSED = (
 )
 
 
-def ends(capsys: Any, *arguments: str) -> tuple[int, list[str], str]:
+def ends(capsys, *arguments):
     """Exit code, what was printed, and what was complained of."""
     code = main.main(["node", "kernel-log", *arguments])
     out, err = capsys.readouterr()
     return code, out.splitlines(), err
 
 
-def given(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+def given(monkeypatch, data):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
 
 
 @of_each("form", DRESSED)
-def test_a_log_of_any_form_is_read_and_its_reports_judged(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_log_of_any_form_is_read_and_its_reports_judged(form, tmp_path, monkeypatch, capsys):
     noise = "usb 1-1: new high-speed USB device number 2 using xhci_hcd"
     healthy = "\n".join(form.format(line) for line in (noise, PROGRAM, CORRECTED))
     (tmp_path / "messages").write_text(healthy, encoding="utf-8")
@@ -71,7 +65,7 @@ def test_a_log_of_any_form_is_read_and_its_reports_judged(
         assert out[3].startswith("1 of 3 reports in 4 lines ")
 
 
-def test_torn_lines_and_garbage_hide_no_report(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_torn_lines_and_garbage_hide_no_report(monkeypatch, capsys):
     garbage = bytes(range(256)) * 40
     given(monkeypatch, garbage + b"\n" + garbage + FALLEN.encode() + b"\0\0\xff\n" + garbage)
     code, out, _ = ends(capsys, "-")
@@ -90,9 +84,7 @@ def test_torn_lines_and_garbage_hide_no_report(monkeypatch: pytest.MonkeyPatch, 
         assert (code, len(out)) == (1, reports + 1), text
 
 
-def test_a_log_that_cannot_be_read_is_never_a_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_log_that_cannot_be_read_is_never_a_pass(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").touch()
     (tmp_path / "messages.gz").write_bytes(gzip.compress(FALLEN.encode()))
     (tmp_path / "system.journal").write_bytes(b"LPKSHHRH" + bytes(200))
@@ -105,7 +97,7 @@ def test_a_log_that_cannot_be_read_is_never_a_pass(
     assert ends(capsys)[0] == 3
 
     class Breaking(io.BytesIO):
-        def readline(self, size: int | None = -1, /) -> bytes:
+        def readline(self, size=-1, /):
             line = super().readline(size)
             if not line:
                 raise OSError(5, "Input/output error")
@@ -117,10 +109,8 @@ def test_a_log_that_cannot_be_read_is_never_a_pass(
         assert (code, len(out), "Input/output error" in err) == (expected, 1, True)
 
 
-def test_the_log_of_this_host_is_judged_and_what_it_has_lost_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def log(**values: Any) -> None:
+def test_the_log_of_this_host_is_judged_and_what_it_has_lost_is_reported(monkeypatch, capsys):
+    def log(**values):
         monkeypatch.setattr(kernel_log, "read", lambda: KernelLog(**values))
 
     log(lines=("NVRM: loading", f"[ 1.0] {FALLEN}"), source="/dev/kmsg")

@@ -1,7 +1,5 @@
 """``gpucluster lora``: from rows to packed blocks, and from a saved adapter to its function calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """``gpucluster runs merge``: where it writes, what it refuses, and that what it writes is a journal."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,15 +1,12 @@
 """``gpucluster node nccl-env``: on planted nodes, and on this machine, whatever it has."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from made_nodes import Node, azure, infiniband, pod
+from made_nodes import azure, infiniband, pod
 
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.node.fabric import nccl_facts
@@ -18,8 +15,8 @@ FORMATS = ("text", "shell", "json")
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def plant(node: Node) -> None:
+def planted(monkeypatch):
+    def plant(node):
         sources = node.sources()
         monkeypatch.setattr(nccl_facts, "Sources", lambda: sources)
 
@@ -27,7 +24,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_each_format_prints_what_is_advised(form: str, planted: Any, tmp_path: Path, capsys: Any) -> None:
+def test_each_format_prints_what_is_advised(form, planted, tmp_path, capsys):
     planted(azure(tmp_path))
     assert main.main(["node", "nccl-env", "--format", form]) == 0
     out, err = capsys.readouterr()
@@ -49,9 +46,7 @@ def test_each_format_prints_what_is_advised(form: str, planted: Any, tmp_path: P
         (pod, {"NCCL_CHECK_POINTERS": "1"}, 1),
     ],
 )
-def test_a_check_ends_with_what_it_has_found_and_unknown_is_no_good_end(
-    make: Any, environ: dict[str, str], code: int, planted: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_check_ends_with_what_it_has_found_and_unknown_is_no_good_end(make, environ, code, planted, tmp_path, capsys):
     node = make(tmp_path)
     node.environ.update(environ)
     planted(node)
@@ -60,7 +55,7 @@ def test_a_check_ends_with_what_it_has_found_and_unknown_is_no_good_end(
     assert capsys.readouterr().err == ""
 
 
-def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: Any) -> None:
+def test_json_has_the_node_and_the_advice(planted, tmp_path, capsys):
     planted(azure(tmp_path))
     assert main.main(["node", "nccl-env", "--format=json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -77,6 +72,6 @@ def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: 
     assert [key for key in parts if f"`{key}`" not in page] == []
 
 
-def test_the_lines_of_this_machine_are_taken_by_a_shell() -> None:
+def test_the_lines_of_this_machine_are_taken_by_a_shell():
     command = [sys.executable, "-m", "pytest_gpucluster", "node", "nccl-env", "--format", "shell"]
     subprocess.run(["bash", "-euc", 'eval "$("$@")"', "bash", *command], capture_output=True, timeout=60, check=True)

@@ -1,7 +1,5 @@
 """``gpucluster node diff``: exit codes, who gave no answer, and what cannot be read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,9 +1,6 @@
 """``gpucluster lora reference-curve``: from the curves of runs to the file of --gpucluster-reference-curve."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ NODEID = "acceptance/test_qwen2_lora.py::test_lora_tiny"
 CONTEXT = dict.fromkeys(reference_curve.REQUIRED, "x")
 
 
-def curve(loss: float, **context: str) -> Curve:
+def curve(loss, **context):
     points = tuple(
         Point(step=step, loss=loss / step, all_token_loss=1.0, gradient_norm=1.0, learning_rate=1e-3) for step in (1, 2)
     )
@@ -25,13 +22,13 @@ def curve(loss: float, **context: str) -> Curve:
 
 
 @pytest.fixture
-def csv(tmp_path: Path) -> Path:
+def csv(tmp_path):
     path = tmp_path / "curve.csv"
     curve(2.0).write_csv(path)
     return path
 
 
-def test_a_reference_curve_of_two_runs(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_curve_of_two_runs(tmp_path, csv, capsys):
     curve(2.04).write_csv(tmp_path / "other.csv")
     out = tmp_path / "reference.json"
     assert main(["lora", "reference-curve", str(csv), str(tmp_path / "other.csv"), "--out", str(out)]) == 0
@@ -45,9 +42,7 @@ OF_A_RUN = [("passed", 0), ("failed", 3), ("error", 3), ("skipped", 3), (None, 3
 
 
 @pytest.mark.parametrize(("outcome", "code"), OF_A_RUN)
-def test_a_curve_in_a_runs_folder_is_of_a_test_that_passed_in_a_run_that_was_not_rejected(
-    tmp_path: Path, outcome: str | None, code: int
-) -> None:
+def test_a_curve_in_a_runs_folder_is_of_a_test_that_passed_in_a_run_that_was_not_rejected(tmp_path, outcome, code):
     outcome, rejected = (outcome or "").removesuffix(" and rejected"), (outcome or "").endswith("rejected")
     lines = [{"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}]
     lines += [{"type": "test", "nodeid": NODEID, "outcome": outcome}] if outcome else []
@@ -61,7 +56,7 @@ def test_a_curve_in_a_runs_folder_is_of_a_test_that_passed_in_a_run_that_was_not
     assert out.exists() == (code == 0)
 
 
-def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_different_experiments_are_named(tmp_path, csv, capsys):
     other = tmp_path / "other.csv"
     curve(2.0, seed="8").write_csv(other)
     assert main(["lora", "reference-curve", str(csv), str(other), "--out", str(tmp_path / "reference.json")]) == 3
@@ -82,9 +77,7 @@ def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, caps
         ),
     ],
 )
-def test_what_cannot_work_is_reported(
-    tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
+def test_what_cannot_work_is_reported(tmp_path, csv, capsys, arguments, code, message):
     (tmp_path / "bad.csv").write_text("a,b\n")
     before = csv.read_bytes()
     assert main(["lora", "reference-curve", *(each.format(csv=csv, tmp=tmp_path) for each in arguments)]) == code

@@ -1,7 +1,5 @@
 """``gpucluster report``: rendering again, its exit codes, and that it needs nothing heavy."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """``gpucluster run`` over a real torchrun: pytest's own exit code, and one line instead of a traceback."""
 
-from __future__ import annotations
-
 import os
 import signal
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``gpucluster run --hosts`` over nodes whose ssh is a small program: every way in which a run can end."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

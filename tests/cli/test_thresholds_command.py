@@ -1,9 +1,6 @@
 """``gpucluster thresholds``: check, explain, calibrate; of judge see ``test_published_evidence``."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from example_runs import write
@@ -22,7 +19,7 @@ skus:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in ("accepted", "cluster", "rehearsal", "hostile"):
         write(folder / name, name)
@@ -30,7 +27,7 @@ def runs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def mine(tmp_path) -> Path:
+def mine(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(MINE)
     return path

@@ -1,7 +1,5 @@
 """``gpucluster verdict``: the run's own exit code, also of a journal that was cut off."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

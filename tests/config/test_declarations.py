@@ -1,7 +1,5 @@
 """The declarations of criteria: complete, of one name each, and with values that a workload's file may lack."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re
@@ -14,7 +12,6 @@ import shipped_suite
 from each import of_each
 
 from pytest_gpucluster.config import workload_loader
-from pytest_gpucluster.config.declaration import Criterion
 from pytest_gpucluster.config.workload import CRITERIA, PROFILES, SECTIONS
 from pytest_gpucluster.journal.verdict import REHEARSED_ALWAYS
 from pytest_gpucluster.metrics.catalogue import declared
@@ -31,7 +28,7 @@ VALUES = {
 }
 
 
-def test_every_criterion_of_the_suite_is_declared_once_with_metrics_that_are() -> None:
+def test_every_criterion_of_the_suite_is_declared_once_with_metrics_that_are():
     names = [criterion.name for criterion in declared("CRITERIA")]
     assert set(names) == {name for test in shipped_suite.shipped_tests() for name in test.criteria}
     for counted in (names, [metric.name for metric in declared("METRICS")], [section.path for section in SECTIONS]):
@@ -42,11 +39,11 @@ def test_every_criterion_of_the_suite_is_declared_once_with_metrics_that_are() -
     assert set(METRICS) - measured == set()
 
 
-def matches(criterion: Criterion, metric: str) -> bool:
+def matches(criterion, metric):
     return any(fnmatch.fnmatchcase(metric, pattern) for pattern in criterion.metrics)
 
 
-def test_every_section_is_read_by_the_suite_or_the_session() -> None:
+def test_every_section_is_read_by_the_suite_or_the_session():
     readers = [*(ROOT / "acceptance").glob("*.py"), *(ROOT / "pytest_gpucluster" / "session").glob("*.py")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
     named = set(re.findall(r"\b(?:workload|active)\.([a-z_0-9]+)", source)) | set(re.findall(r'"([a-z_0-9]+)"', source))
@@ -55,7 +52,7 @@ def test_every_section_is_read_by_the_suite_or_the_session() -> None:
 
 # What one who adds a criterion writes: a declaration, a benchmark, and a test in acceptance/ that calls it.
 @of_each("name", list(CRITERIA))
-def test_a_criterion_has_metrics_a_group_a_time_a_benchmark_and_a_test(name: str) -> None:
+def test_a_criterion_has_metrics_a_group_a_time_a_benchmark_and_a_test(name):
     criterion = CRITERIA[name]
     for pattern in criterion.metrics:
         assert fnmatch.filter(METRICS, pattern), f"{name} declares {pattern}, which is no metric"
@@ -73,14 +70,14 @@ def test_a_criterion_has_metrics_a_group_a_time_a_benchmark_and_a_test(name: str
     assert f'criterion("{name}")' in source
 
 
-def test_what_is_declared_can_be_read() -> None:
+def test_what_is_declared_can_be_read():
     for section in SECTIONS:
         for profile in PROFILES:
             for path, text in section.texts(profile).items():
                 assert workload_loader._declared(path, text, "a file").value is not None
 
 
-def without_hbm(tmp_path: Path) -> Path:
+def without_hbm(tmp_path):
     text = SHIPPED.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     kept, inside = [], False
@@ -92,9 +89,7 @@ def without_hbm(tmp_path: Path) -> Path:
     return path
 
 
-def test_values_that_a_criterion_declares_need_not_be_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_a_criterion_declares_need_not_be_in_the_file(tmp_path, monkeypatch):
     path = without_hbm(tmp_path)
     with pytest.raises(workload_loader.ThresholdsError, match=r"lacks hbm\.sizes"):
         workload_loader.load(path, profile="full")
@@ -109,6 +104,6 @@ def test_values_that_a_criterion_declares_need_not_be_in_the_file(
     assert workload_loader.load(path, profile="cpu").workload.hbm.sampling.window_seconds == 1.5
 
 
-def test_a_declared_value_that_cannot_be_read_is_an_error() -> None:
+def test_a_declared_value_that_cannot_be_read_is_an_error():
     with pytest.raises(ValueError, match=r"hbm\.sizes is declared as '8 GB/s'"):
         workload_loader._declared("hbm.sizes", "8 GB/s", "a file")

@@ -1,11 +1,8 @@
 """criteria.txt: what an acceptance needs and was not collected is a skipped testcase, and the run is INCOMPLETE."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.errors import ThresholdsError
@@ -32,7 +29,7 @@ DROPS = """
 """
 
 
-def write(project: Project, *, needed=NEEDED, leave_out=(), **files):
+def write(project, *, needed=NEEDED, leave_out=(), **files):
     project.suite(**{name: text for name, text in {**SUITE, **files}.items() if name not in leave_out})
     (project.path / "criteria.txt").write_text("# what is needed\n\n" + "\n".join(needed) + "\n")
 

@@ -1,7 +1,5 @@
 """How long a run is going to measure: bounds from the workload, and what is unknown beforehand."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +8,7 @@ from random import Random
 import pytest
 
 from pytest_gpucluster.benchmarks.blocks import measure_rate
-from pytest_gpucluster.config.workload import Workload, predict
+from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.config.workload_loader import Override, load
 from pytest_gpucluster.device.clock import ManualClock
 
@@ -37,37 +35,37 @@ QUICK = load(ACCEPTANCE / "workloads.yaml", profile="quick").workload
         ("test_throughput[ddp-large]", "training.throughput", 15.0, 40.0),
     ],
 )
-def test_each_criterion_takes_what_its_workload_says(name: str, criterion: str, least: float, most: float) -> None:
+def test_each_criterion_takes_what_its_workload_says(name, criterion, least, most):
     found = predict([(name, criterion)], FULL)
     assert found.span.least_seconds == pytest.approx(least)
     assert found.span.most_seconds == pytest.approx(most)
     assert (found.tests, found.other_tests) == (1, 0)
 
 
-def test_an_override_counts() -> None:
+def test_an_override_counts():
     override = Override(key="burn_in.duration", texts=("2 h",), origin="here")
     longer = load(ACCEPTANCE / "workloads.yaml", profile="full", overrides=[override]).workload
     assert predict([("test_burn_in", "burn_in")], longer).span.least_seconds == 7200.0
 
 
-def test_what_is_not_predicted_is_counted_and_named() -> None:
+def test_what_is_not_predicted_is_counted_and_named():
     tests = [("test_hbm[copy]", "hbm"), ("test_ddp", "ddp"), ("test_fsdp", "fsdp"), ("test_fsdp_twice", "fsdp")]
     found = predict([*tests, ("test_mine", None)], QUICK)
     assert (found.tests, found.other_tests, found.others) == (1, 4, ("ddp", "fsdp", "test_mine"))
     assert re.fullmatch(r"5.0 s to 22.0 s .* 1 test,.* 4 tests .*\(ddp, fsdp, test_mine\)", str(found))
 
 
-def test_a_time_of_nothing_is_no_time() -> None:
+def test_a_time_of_nothing_is_no_time():
     assert not re.search(r"\d", str(predict([("test_ddp", "ddp")], QUICK)))
     assert str(predict([], QUICK)) == str(predict([("test_ddp", "ddp")], QUICK))
 
 
-def workload_of(profile: str) -> Workload:
+def workload_of(profile):
     return load(ACCEPTANCE / "workloads.yaml", profile=profile).workload
 
 
 @pytest.mark.parametrize("profile", ["quick", "full", "soak", "cpu"])
-def test_the_least_is_never_more_than_the_most(profile: str) -> None:
+def test_the_least_is_never_more_than_the_most(profile):
     criteria = (
         "matmul",
         "matmul.search",
@@ -83,7 +81,7 @@ def test_the_least_is_never_more_than_the_most(profile: str) -> None:
         assert 0 < span.least_seconds <= span.most_seconds
 
 
-def test_a_measurement_takes_as_long_as_is_predicted() -> None:
+def test_a_measurement_takes_as_long_as_is_predicted():
     """The loop of the benchmarks, on a clock that only its work moves: values that settle, and values that never do."""
     sizes, sampling = workload_of("cpu").hbm.sizes_bytes, workload_of("cpu").hbm.sampling
     span = predict([("test_hbm[copy]", "hbm")], workload_of("cpu")).span
@@ -95,10 +93,10 @@ def test_a_measurement_takes_as_long_as_is_predicted() -> None:
         class Work:
             max_in_flight = 1
 
-            def start(self, index: int) -> None:
+            def start(self, index):
                 clock.advance(block * random.uniform(0.5, 1.5))  # noqa: B023  # called in the loop
 
-            def verify(self, done: range) -> None:
+            def verify(self, done):
                 pass
 
         for _ in sizes:

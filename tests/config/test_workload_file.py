@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from complaints import in_order, require_complaints
 from each import of_each
@@ -11,17 +6,17 @@ from hypothesis import strategies as st
 from workload_files import BROKEN, COMPLETE, DECLARED, NEXT, SECTIONS, SHIPPED
 
 from pytest_gpucluster.config.workload import KEYS, PROFILES
-from pytest_gpucluster.config.workload_loader import Loaded, Override, find, load
+from pytest_gpucluster.config.workload_loader import Override, find, load
 from pytest_gpucluster.errors import OptionError, ThresholdsError
 
 
-def read(tmp_path: Path, text: str, profile: str = "cpu", *overrides: str) -> Loaded:
+def read(tmp_path, text, profile="cpu", *overrides):
     (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
     given = [Override.parse(override, origin=f"command line: {override}") for override in overrides]
     return load(tmp_path / "my.yaml", profile=profile, overrides=given, name="my.yaml")
 
 
-def errors_of(tmp_path: Path, text: str, *overrides: str, profile: str = "cpu") -> list[str]:
+def errors_of(tmp_path, text, *overrides, profile="cpu"):
     with pytest.raises(ThresholdsError) as caught:
         read(tmp_path, text, profile, *overrides)
     return str(caught.value).splitlines()
@@ -31,7 +26,7 @@ def errors_of(tmp_path: Path, text: str, *overrides: str, profile: str = "cpu") 
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_each_shipped_profile_is_complete_and_every_value_has_its_line(profile: str) -> None:
+def test_each_shipped_profile_is_complete_and_every_value_has_its_line(profile):
     loaded = load(SHIPPED, profile=profile, name="acceptance/workloads.yaml")
     assert loaded.workload.profile == profile
     lines = SHIPPED.read_text(encoding="utf-8").splitlines()
@@ -46,7 +41,7 @@ def test_each_shipped_profile_is_complete_and_every_value_has_its_line(profile: 
     assert loaded.record.overridden == []
 
 
-def test_the_shipped_profiles_measure_what_the_limits_are_about() -> None:
+def test_the_shipped_profiles_measure_what_the_limits_are_about():
     quick, full, soak, cpu = (load(SHIPPED, profile=profile).workload for profile in PROFILES)
     for profile in (quick, full, soak):
         assert profile.matmul.sizes == (4096, 8192, 16384)
@@ -65,7 +60,7 @@ def test_the_shipped_profiles_measure_what_the_limits_are_about() -> None:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def test_values_are_kept_as_written_with_their_place(tmp_path: Path) -> None:
+def test_values_are_kept_as_written_with_their_place(tmp_path):
     record = read(tmp_path, COMPLETE).record
     assert (record.profile, record.file) == ("cpu", "my.yaml")
     assert record.values["matmul.sizes"] == "128, 256"
@@ -75,7 +70,7 @@ def test_values_are_kept_as_written_with_their_place(tmp_path: Path) -> None:
     assert read(tmp_path, COMPLETE).workload.hbm.sizes_bytes == (8 * 2**20,), "one value may stand for a list of one"
 
 
-def test_a_profile_says_what_differs_and_inherits_the_rest(tmp_path: Path) -> None:
+def test_a_profile_says_what_differs_and_inherits_the_rest(tmp_path):
     text = (
         COMPLETE + "  quick:\n    inherits: cpu\n    hbm: {sizes: 1 GB}\n  full: {inherits: quick, health: {mig: on}}\n"
     )
@@ -90,12 +85,12 @@ def test_a_profile_says_what_differs_and_inherits_the_rest(tmp_path: Path) -> No
 
 
 @of_each("case", BROKEN)
-def test_what_is_wrong_is_reported_with_its_place_in_the_file_s_order(tmp_path: Path, case: tuple[str, ...]) -> None:
+def test_what_is_wrong_is_reported_with_its_place_in_the_file_s_order(tmp_path, case):
     text, *wanted = case
     require_complaints(errors_of(tmp_path, text), wanted)
 
 
-def test_a_file_that_cannot_be_read_and_a_profile_that_it_lacks_are_errors(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_and_a_profile_that_it_lacks_are_errors(tmp_path):
     with pytest.raises(ThresholdsError, match=r"none\.yaml:1:1: .*No such file"):
         load(tmp_path / "none.yaml", profile="cpu")
     [error] = errors_of(tmp_path, COMPLETE, profile="full")
@@ -120,7 +115,7 @@ VALUES = st.sampled_from(["1 s", "0 s", "1", "", "~", "[1, 2]", "[]", "8 GiB", "
         max_size=8,
     )
 )
-def test_any_file_is_read_or_refused_with_places(tmp_path_factory: pytest.TempPathFactory, made: list[Any]) -> None:
+def test_any_file_is_read_or_refused_with_places(tmp_path_factory, made):
     text = "schema_version: 1\nprofiles:\n" + "".join(f"{indent}{key}: {value}\n" for indent, key, value in made)
     path = tmp_path_factory.getbasetemp() / "made.yaml"
     path.write_text(text, encoding="utf-8")
@@ -131,7 +126,7 @@ def test_any_file_is_read_or_refused_with_places(tmp_path_factory: pytest.TempPa
 # ---- overrides -----------------------------------------------------------------------------------------------------
 
 
-def test_an_override_is_laid_over_the_profile_in_force(tmp_path: Path) -> None:
+def test_an_override_is_laid_over_the_profile_in_force(tmp_path):
     loaded = read(
         tmp_path, COMPLETE, "cpu", "matmul.sizes=16,32", "nccl.all_reduce.sizes= 1 GB ,2 GiB", "health.load=1s"
     )
@@ -162,14 +157,14 @@ def test_an_override_is_laid_over_the_profile_in_force(tmp_path: Path) -> None:
         ("health.mig=maybe", "health.mig: 'maybe' off on"),
     ],
 )
-def test_an_override_is_read_as_strictly_as_the_file(case: tuple[Any, ...]) -> None:
+def test_an_override_is_read_as_strictly_as_the_file(case):
     text, words = case
     with pytest.raises(OptionError) as caught:
         Override.parse(text)
     assert in_order(str(caught.value), words)
 
 
-def test_an_override_that_contradicts_the_file_names_both(tmp_path: Path) -> None:
+def test_an_override_that_contradicts_the_file_names_both(tmp_path):
     for text, words in {
         "matmul.window=2s": "matmul.window 2s matmul.longest 1 s (my.yaml:4:71)",
         "hbm.longest=0.1 s": "hbm.window 200 ms hbm.longest 0.1 s (my.yaml:5:46)",
@@ -183,7 +178,7 @@ def test_an_override_that_contradicts_the_file_names_both(tmp_path: Path) -> Non
 # ---- finding -------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_is_the_nearest_one_above_the_tests(tmp_path: Path) -> None:
+def test_the_file_is_the_nearest_one_above_the_tests(tmp_path):
     root, deep = tmp_path / "root", tmp_path / "root" / "a" / "b"
     deep.mkdir(parents=True)
     assert find(deep, root) is None

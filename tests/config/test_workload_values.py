@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import contextlib
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -9,7 +6,7 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole, repeated
+from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Ratio, Sizes, Whole, repeated
 from pytest_gpucluster.errors import UnitError
 
 SIZE = Whole(16, 65536, multiple_of=16)
@@ -38,7 +35,7 @@ MIG = Choice(("off", "on"))
         (SHAPE, "64x128x2048", (64, 128, 2048)),
     ],
 )
-def test_a_value_is_read_in_base_units(case: tuple[Any, ...]) -> None:
+def test_a_value_is_read_in_base_units(case):
     kind, text, value = case
     assert kind.read(text) == value
 
@@ -77,7 +74,7 @@ def test_a_value_is_read_in_base_units(case: tuple[Any, ...]) -> None:
         (SHAPE, "64x x64", "'64x x64' mxnxk: ' ' 16 16 65536"),
     ],
 )
-def test_what_is_not_allowed_is_reported_with_what_is(case: tuple[Any, ...]) -> None:
+def test_what_is_not_allowed_is_reported_with_what_is(case):
     kind, text, words = case
     with pytest.raises((ValueError, UnitError)) as caught:
         kind.read(text)
@@ -85,7 +82,7 @@ def test_what_is_not_allowed_is_reported_with_what_is(case: tuple[Any, ...]) -> 
 
 
 @given(st.text(max_size=12), st.sampled_from([SIZE, SHAPE, BYTES, LABEL, SECONDS, TOLERANCE, MIG]))
-def test_any_text_is_a_value_or_refused(text: str, kind: Kind) -> None:
+def test_any_text_is_a_value_or_refused(text, kind):
     with contextlib.suppress(ValueError, UnitError):
         assert kind.read(text) or kind.read(text) == 0
 
@@ -100,6 +97,6 @@ def test_any_text_is_a_value_or_refused(text: str, kind: Kind) -> None:
         (["1 GB", "1 GiB"], ["1 GB", "1 GiB"], None),
     ],
 )
-def test_a_repeated_value_is_found_however_it_is_written(case: tuple[Any, ...]) -> None:
+def test_a_repeated_value_is_found_however_it_is_written(case):
     texts, values, found = case
     assert repeated(texts, values) == found

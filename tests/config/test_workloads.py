@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +11,11 @@ from pytest_gpucluster.metrics.codec import read
 
 # All as it is shipped, but for some of each kind.
 SHIPPED = load(Path(__file__).parents[2] / "acceptance" / "workloads.yaml", profile="cpu").workload
-VALUES: dict[str, Any] = {
+VALUES = {
     path: functools.reduce(getattr, (section.attribute, *place), SHIPPED)
     for section in SECTIONS
     for path, place in section.keys.items()
 } | {"matmul.sizes": (128, 384), "matmul.window": 0.7, "health.mig": "on", "training.layers": 3}
-
 
 RECORD = WorkloadRecord(
     profile="quick",
@@ -32,7 +28,7 @@ RECORD = WorkloadRecord(
 )
 
 
-def test_the_values_of_the_keys_become_a_workload() -> None:
+def test_the_values_of_the_keys_become_a_workload():
     workload = build("cpu", VALUES)
     assert workload == dataclasses.replace(
         SHIPPED,
@@ -44,7 +40,7 @@ def test_the_values_of_the_keys_become_a_workload() -> None:
         build("cpu", VALUES | {"hbm.window": 99.0})
 
 
-def test_what_was_run_goes_on_record_and_comes_back() -> None:
+def test_what_was_run_goes_on_record_and_comes_back():
     assert read(WorkloadRecord, RECORD.line(), "a line") == RECORD
     assert RECORD.overridden == ["matmul.window=5 s"], "what the file does not say"
     assert str(RECORD) == "quick (acceptance/workloads.yaml), overridden: matmul.window=5 s"
@@ -60,7 +56,7 @@ def test_what_was_run_goes_on_record_and_comes_back() -> None:
         ("full", True, ["workload overridden: matmul.window=5 s"]),
     ],
 )
-def test_a_verdict_must_say_what_is_unusual(profile: str, overridden: bool, remarks: list[str]) -> None:
+def test_a_verdict_must_say_what_is_unusual(profile, overridden, remarks):
     values = RECORD.values if overridden else {"matmul.sizes": "4096, 8192"}
     assert dataclasses.replace(RECORD, profile=profile, values=values).remarks == remarks
 

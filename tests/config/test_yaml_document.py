@@ -1,19 +1,14 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 from complaints import require_complaints
 from each import of_each
 
-from pytest_gpucluster.config.yaml_source import Document, Node
+from pytest_gpucluster.config.yaml_source import Document
 
 
-def root(document: Document, path: Path) -> Node | None:
+def root(document, path):
     return document.root(path, needs="skus", block_scalar_hint="write 'X or more'")
 
 
-def of(text: str, tmp_path: Path) -> tuple[Document, Node | None]:
+def of(text, tmp_path):
     (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
     document = Document("my.yaml")
     return document, root(document, tmp_path / "my.yaml")
@@ -30,14 +25,14 @@ def of(text: str, tmp_path: Path) -> tuple[Document, Node | None]:
         ("size: >= 1 GB\n", "1:8: '='; 'X or more'"),
     ],
 )
-def test_what_is_no_yaml_is_refused_with_its_place(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_what_is_no_yaml_is_refused_with_its_place(case, tmp_path):
     text, complaint = case
     document, found = of(text, tmp_path)
     assert found is None
     require_complaints(document.report(), [complaint])
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path):
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"# gr\xfc\xdfe\n")
     complaints = []
@@ -49,20 +44,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         assert words in line
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
     document, found = of("\ufeffa: 1\n", tmp_path)
     assert found is not None
     assert list(document.mapping(found, "the file", ("a",)) or {}) == ["a"]
     assert document.report() == []
 
 
-def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
+def test_values_are_read_as_they_are_written(tmp_path):
     document, found = of("[1e9, 012, 1:30, NO, ' a ']\n", tmp_path)
     assert found is not None
     assert [document.text(item, "an item") for item in document.items(found)] == ["1e9", "012", "1:30", "NO", "a"]
 
 
-def test_complaints_come_once_and_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_complaints_come_once_and_in_the_order_of_the_file(tmp_path):
     document, found = of("a: 1\na: 2\nc: [x]\n", tmp_path)
     assert found is not None
     nodes = document.mapping(found, "the file", None) or {}

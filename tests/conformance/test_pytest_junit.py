@@ -4,13 +4,10 @@ They are in pytest's sdist only, which comes from the package registry once for 
 cache directory of these tests. Without the registry this fails, and says so: it is not skipped.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 from sessions import Process, environment
@@ -19,7 +16,7 @@ _DOWNLOAD_SECONDS = 120
 
 
 @pytest.fixture(scope="module")
-def sdist(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(request, tmp_path_factory):
     """The unpacked source of the pytest that runs here."""
     cache = request.config.cache
     assert cache is not None
@@ -32,7 +29,7 @@ def sdist(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder / f"pytest-{pytest.__version__}"
 
 
-def download(folder: Path) -> Path:
+def download(folder):
     """Fetch the sdist."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "pytest", "--dest", str(folder), f"pytest=={pytest.__version__}"]
@@ -50,7 +47,7 @@ def download(folder: Path) -> Path:
 
 
 @pytest.mark.extended
-def test_pytests_own_junit_tests_pass_with_the_plugin_installed(sdist: Path) -> None:
+def test_pytests_own_junit_tests_pass_with_the_plugin_installed(sdist):
     command = [sys.executable, "-m", "pytest", "testing/test_junitxml.py", "-p", "no:hypothesispytest"]
     with Process([*command, "-p", "no:cacheprovider"], sdist, environment()) as process:
         left = process.wait()

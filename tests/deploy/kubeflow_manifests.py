@@ -16,14 +16,12 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import kubernetes_manifests
 import pydantic
 from kubernetes_manifests import KUBERNETES, is_custom, name_of
 
-Document = Mapping[str, Any]
 SCHEMAS = Path(__file__).with_name("schemas")
 _MODELS = ("TrainJob", "ClusterTrainingRuntime")
 _CLOSED = {"PyTorchJob": "pytorchjob.json"}

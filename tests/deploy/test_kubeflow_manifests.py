@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from typing import Any
 
 import kubeflow_manifests as kubeflow
 import kubernetes_manifests as manifests
@@ -18,7 +17,6 @@ OVERLAYS = [
 ]
 KINDS = {"trainer": "ClusterTrainingRuntime", "pytorchjob": "PyTorchJob"}
 
-Documents = list[dict[str, Any]]
 VERSION = manifests.VERSIONS[-1]
 """One is enough here: test_kubernetes_manifests.py holds every folder against all of them."""
 

@@ -1,7 +1,5 @@
 """What every back end promises. Those of a GPU run where there is one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,7 +8,6 @@ from each import of_each
 
 from pytest_gpucluster.device.backends import BACKENDS, Cpu, Cuda, accelerator, clock_for, return_memory
 from pytest_gpucluster.device.clock import EventClock, WallClock
-from pytest_gpucluster.device.interface import Accelerator
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MiB = 2**20
@@ -18,16 +15,16 @@ WORDS = 2**17
 
 
 @pytest.fixture(params=[pytest.param(CPU, id="cpu"), pytest.param(GPU, id="cuda", marks=pytest.mark.cuda)])
-def by(request: pytest.FixtureRequest) -> Accelerator:
+def by(request):
     """A back end."""
     return accelerator(request.param)
 
 
-def words(by: Accelerator) -> torch.Tensor:
+def words(by):
     return torch.arange(WORDS, dtype=torch.int64, device=by.place)
 
 
-def test_a_region_is_as_long_as_its_work_and_one_that_raises_is_not_counted(by: Accelerator) -> None:
+def test_a_region_is_as_long_as_its_work_and_one_that_raises_is_not_counted(by):
     clock, n = by.clock(), 256
     a, out = torch.randn(n, n, device=by.place), torch.empty(n, n, device=by.place)
     multiply = by.product(scaled=False)
@@ -45,14 +42,14 @@ def test_a_region_is_as_long_as_its_work_and_one_that_raises_is_not_counted(by: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_product_is_written_to_the_given_matrix(by: Accelerator, dtype: torch.dtype) -> None:
+def test_a_product_is_written_to_the_given_matrix(by, dtype):
     a, b = (torch.randint(-2, 3, shape, device=by.place).to(dtype) for shape in ((32, 16), (16, 48)))
     out = torch.full((32, 48), math.nan, dtype=dtype, device=by.place)
     by.product(scaled=False)(a, b, out)
     assert torch.equal(out.double().cpu(), a.double().cpu() @ b.double().cpu())
 
 
-def test_a_scaled_product_is_written_to_the_given_matrix(by: Accelerator) -> None:
+def test_a_scaled_product_is_written_to_the_given_matrix(by):
     if by.capability is not None and by.capability < (8, 9):
         pytest.skip("this GPU has no fp8")
     a, b = (torch.randint(-1, 2, (32, 64), device=by.place).to(torch.float8_e4m3fn) for _ in range(2))
@@ -61,7 +58,7 @@ def test_a_scaled_product_is_written_to_the_given_matrix(by: Accelerator) -> Non
     assert torch.equal(out.double().cpu(), a.double().cpu() @ b.double().cpu().t())
 
 
-def test_passes_over_memory_do_what_they_say(by: Accelerator) -> None:
+def test_passes_over_memory_do_what_they_say(by):
     source, target, total = words(by), words(by), torch.zeros((), dtype=torch.int64, device=by.place)
     by.write(target, 7)
     assert target.unique().tolist() == [7]
@@ -71,7 +68,7 @@ def test_passes_over_memory_do_what_they_say(by: Accelerator) -> None:
     assert int(total) == WORDS * (WORDS - 1) // 2
 
 
-def test_copies_over_the_link_arrive_from_pinned_memory_and_back(by: Accelerator) -> None:
+def test_copies_over_the_link_arrive_from_pinned_memory_and_back(by):
     sent, back, there = torch.arange(WORDS), torch.zeros(WORDS, dtype=torch.int64), torch.zeros_like(words(by))
     with by.pinned(sent), by.pinned(back):
         by.copy_over_link("h2d", sent, there)
@@ -80,7 +77,7 @@ def test_copies_over_the_link_arrive_from_pinned_memory_and_back(by: Accelerator
     assert torch.equal(back, torch.arange(WORDS))
 
 
-def test_work_on_a_side_stream_comes_after_what_was_forked_and_before_what_is_joined(by: Accelerator) -> None:
+def test_work_on_a_side_stream_comes_after_what_was_forked_and_before_what_is_joined(by):
     source, target, total = words(by), words(by), torch.zeros((), dtype=torch.int64, device=by.place)
     side = by.side_stream()
     assert (side is not None) is by.asynchronous
@@ -95,7 +92,7 @@ def test_work_on_a_side_stream_comes_after_what_was_forked_and_before_what_is_jo
     assert int(total) == 3 * WORDS
 
 
-def test_memory_is_counted(by: Accelerator) -> None:
+def test_memory_is_counted(by):
     by.make_current()
     free, whole = by.free_bytes(), by.total_bytes()
     assert free is not None
@@ -112,7 +109,7 @@ def test_memory_is_counted(by: Accelerator) -> None:
     return_memory()
 
 
-def test_its_kind_names_what_the_bits_depend_on(by: Accelerator) -> None:
+def test_its_kind_names_what_the_bits_depend_on(by):
     assert by.kind == accelerator(by.place).kind
     assert torch.__version__ in by.kind
     if by.capability is None:
@@ -120,13 +117,13 @@ def test_its_kind_names_what_the_bits_depend_on(by: Accelerator) -> None:
         assert f"{torch.get_num_threads()} threads" in by.kind
 
 
-def test_each_type_of_device_has_its_back_end_and_its_clock() -> None:
+def test_each_type_of_device_has_its_back_end_and_its_clock():
     assert {"cuda": Cuda, "cpu": Cpu}.items() <= BACKENDS.items()
     assert isinstance(clock_for(CPU), WallClock)
     assert isinstance(clock_for(GPU), EventClock)
 
 
 @of_each("place", ["meta", "mps"])
-def test_a_device_without_a_back_end_is_an_error(place: str) -> None:
+def test_a_device_without_a_back_end_is_an_error(place):
     with pytest.raises(ValueError, match=f"cuda and cpu devices, not for '{place}'"):
         accelerator(torch.device(place))

@@ -4,13 +4,10 @@ torch's functions stand here as autospecs, so that a call with a wrong argument 
 their schema, and shapes and layouts with tensors that are said to be on a GPU and have no data.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, call, create_autospec
 
 import pytest
@@ -32,7 +29,7 @@ EVENT, STREAM = torch.cuda.Event, torch.cuda.Stream
 aten = torch.ops.aten
 
 
-def names_used() -> set[str]:
+def names_used():
     """The names in torch.cuda that the package's code has, ``nccl.version`` among them."""
     found = set()
     for path in SOURCES:
@@ -44,7 +41,7 @@ def names_used() -> set[str]:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+def cuda(monkeypatch):
     """torch.cuda, in which all that the package uses is an autospec, and nothing else can be called."""
     stands = MagicMock(spec_set=["nccl", *(name for name in names_used() if "." not in name)])
     for name in names_used():
@@ -58,18 +55,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return stands
 
 
-def test_all_names_in_torch_cuda_are_there_and_stand_in_the_tests() -> None:
+def test_all_names_in_torch_cuda_are_there_and_stand_in_the_tests():
     assert {"Event", "Stream", "synchronize", "mem_get_info", "nccl.version", "cudart", "_sleep"} <= names_used()
 
 
-def test_a_wrong_call_would_be_seen(cuda: MagicMock) -> None:
+def test_a_wrong_call_would_be_seen(cuda):
     with pytest.raises(TypeError, match="unexpected keyword"):
-        torch.cuda.synchronize(devices=GPU)  # type: ignore[call-arg]
+        torch.cuda.synchronize(devices=GPU)
     with pytest.raises(AttributeError):
-        torch.cuda.seconds()  # type: ignore[attr-defined]
+        torch.cuda.seconds()
 
 
-def test_each_call_names_the_device_and_no_other_becomes_the_current_one(cuda: MagicMock) -> None:
+def test_each_call_names_the_device_and_no_other_becomes_the_current_one(cuda):
     by = Cuda(GPU)
     cuda.mem_get_info.return_value = (7, 100)
     cuda.get_device_properties.return_value = MagicMock(L2_cache_size=50, multi_processor_count=132)
@@ -87,9 +84,9 @@ def test_each_call_names_the_device_and_no_other_becomes_the_current_one(cuda: M
     assert cuda.mock_calls[-2:] == [call.set_device(GPU), call.empty_cache()]
 
 
-def test_a_side_stream_begins_after_the_current_one_and_the_current_one_goes_on_after_it(cuda: MagicMock) -> None:
+def test_a_side_stream_begins_after_the_current_one_and_the_current_one_goes_on_after_it(cuda):
     by, current = Cuda(GPU), cuda.current_stream.return_value
-    side: Any = by.side_stream()
+    side = by.side_stream()
     assert cuda.Stream.call_args == call(GPU)
     by.fork(side)
     assert side.wait_stream.call_args == call(current)
@@ -105,7 +102,7 @@ def test_a_side_stream_begins_after_the_current_one_and_the_current_one_goes_on_
     cuda.current_stream.assert_not_called()
 
 
-def test_a_region_records_two_events_and_waits_for_nothing(cuda: MagicMock) -> None:
+def test_a_region_records_two_events_and_waits_for_nothing(cuda):
     clock = Cuda(GPU).clock()
     assert isinstance(clock, EventClock)
     cuda.Event.side_effect = events = [create_autospec(EVENT, instance=True) for _ in range(2)]
@@ -124,7 +121,7 @@ def test_a_region_records_two_events_and_waits_for_nothing(cuda: MagicMock) -> N
 
 
 @pytest.mark.parametrize("ends", ["well", "with an error", "at once: it cannot be pinned"])
-def test_memory_is_pinned_where_it_is_and_let_go_when_no_copy_runs(cuda: MagicMock, ends: str) -> None:
+def test_memory_is_pinned_where_it_is_and_let_go_when_no_copy_runs(cuda, ends):
     runtime, buffer = cuda.cudart.return_value, torch.zeros(4, dtype=torch.int64)
     runtime.cudaHostRegister.return_value = 2 if ends.startswith("at once") else 0
     if ends.startswith("at once"):
@@ -145,7 +142,7 @@ def test_memory_is_pinned_where_it_is_and_let_go_when_no_copy_runs(cuda: MagicMo
     assert cuda.mock_calls[-2:] == [call.synchronize(GPU), call.cudart().cudaHostUnregister(buffer.data_ptr())]
 
 
-def test_the_gpus_that_are_visible(cuda: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_that_are_visible(cuda, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     cuda.nccl.version.return_value = (2, 29, 3)
     cuda.is_available.return_value, cuda.device_count.return_value = True, 8
@@ -159,9 +156,7 @@ def test_the_gpus_that_are_visible(cuda: MagicMock, monkeypatch: pytest.MonkeyPa
     assert (found.uuid, found.memory_bytes, cuda.get_device_properties.call_args) == ("1f2e", 5, call(3))
 
 
-def test_whether_a_gpu_is_in_use_is_asked_before_torch_is_made_deterministic(
-    cuda: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whether_a_gpu_is_in_use_is_asked_before_torch_is_made_deterministic(cuda, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     cuda.is_initialized.return_value = False
     with deterministic():
@@ -174,11 +169,11 @@ def test_whether_a_gpu_is_in_use_is_asked_before_torch_is_made_deterministic(
 class Calls(TorchDispatchMode):
     """torch's operators that are called, checked by their schema before they come here."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[Any] = []
+        self.names = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func)
         if func is aten._scaled_mm.out:  # the one that writes to a given matrix has no checks of its own without a GPU
             named = {name: value for name, value in kwargs.items() if name != "out"}
@@ -189,7 +184,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "fp8"])
-def test_a_product_is_one_call_into_torch_that_suits_the_matrices(scaled: bool) -> None:
+def test_a_product_is_one_call_into_torch_that_suits_the_matrices(scaled):
     dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
     with FakeTensorMode():
         multiply = Cuda(GPU).product(scaled=scaled)
@@ -204,7 +199,7 @@ def test_a_product_is_one_call_into_torch_that_suits_the_matrices(scaled: bool) 
                 multiply(a, wrong, out)
 
 
-def test_the_newer_scaled_product_is_called_as_its_signature_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newer_scaled_product_is_called_as_its_signature_says(monkeypatch):
     newer = create_autospec(torch.nn.functional.scaled_mm)
     monkeypatch.delattr(torch, "_scaled_mm")
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", newer)
@@ -225,7 +220,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_in_a_timed_region_is_one_call_into_torch(name: str) -> None:
+def test_an_operation_in_a_timed_region_is_one_call_into_torch(name):
     arguments, operator = OPERATIONS[name]
     tensors = {"words": torch.ones(64, dtype=torch.int64), "total": torch.ones((), dtype=torch.int64)}
     tensors["host"] = tensors["words"].clone()

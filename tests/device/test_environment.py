@@ -1,7 +1,5 @@
 """What torch, NCCL and cuBLAS are told before they start."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -26,14 +24,14 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_each_variable_has_its_value_and_a_reason(name: str) -> None:
+def test_each_variable_has_its_value_and_a_reason(name):
     value, given, why = GIVEN[name]
     found = VARIABLES[name]
     assert (found.value, found.given) == (value, given)
     assert why in found.reason
 
 
-def test_no_other_variable_is_set_and_a_second_time_changes_nothing() -> None:
+def test_no_other_variable_is_set_and_a_second_time_changes_nothing():
     environment = {"PATH": "/bin"}
     prepare(environment)
     assert set(environment) == {"PATH", *GIVEN} == {"PATH", *VARIABLES}
@@ -44,7 +42,7 @@ def test_no_other_variable_is_set_and_a_second_time_changes_nothing() -> None:
     assert environment == before
 
 
-def test_what_would_end_a_rank_is_replaced_and_other_choices_of_the_operator_stay() -> None:
+def test_what_would_end_a_rank_is_replaced_and_other_choices_of_the_operator_stay():
     for name, variable in VARIABLES.items():
         environment = {name: "theirs"}
         prepare(environment)
@@ -53,6 +51,6 @@ def test_what_would_end_a_rank_is_replaced_and_other_choices_of_the_operator_sta
 
 
 @pytest.mark.parametrize(("chosen", "hinders"), [(":4096:8", False), (":16:8", False), (":4096:2:16:8", True)])
-def test_a_workspace_of_cublas_is_reproducible_or_it_is_said_why_not(chosen: str, hinders: bool) -> None:
+def test_a_workspace_of_cublas_is_reproducible_or_it_is_said_why_not(chosen, hinders):
     assert bool(not_reproducible({WORKSPACE: chosen})) is hinders
     assert all(word in not_reproducible({}) for word in ("None", *REPRODUCIBLE))

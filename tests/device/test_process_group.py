@@ -1,13 +1,9 @@
 """Groups of NCCL: their abort from another thread, and what torch needs to make them."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -22,26 +18,26 @@ DEADLINE_SECONDS = 20.0
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda:2"])
-def test_a_group_of_a_gpu_connects_at_once(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_group_of_a_gpu_connects_at_once(monkeypatch, place):
     made = create_autospec(dist.init_process_group)
     monkeypatch.setattr(dist, "init_process_group", made)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="all ranks"))
     store, device = dist.HashStore(), torch.device(place)
-    found: Any = init_group(device, store=store, rank=0, world_size=1)
+    found = init_group(device, store=store, rank=0, world_size=1)
     assert found == "all ranks"
     [given] = made.call_args_list
     backend, at_once = ("gloo", {}) if place == "cpu" else ("nccl", {"device_id": device})
     assert (given.args, given.kwargs) == ((backend,), {"store": store, "rank": 0, "world_size": 1, **at_once})
 
 
-def test_what_an_abort_has_left_on_the_store_is_taken_back() -> None:
-    store: Any = dist.HashStore()
+def test_what_an_abort_has_left_on_the_store_is_taken_back():
+    store = dist.HashStore()
     store.set("exception_dump", "1")
     forget_abort(store)
     assert not store.check(["exception_dump"])
 
 
-def test_deterministic_algorithms_would_change_what_nccl_chooses() -> None:
+def test_deterministic_algorithms_would_change_what_nccl_chooses():
     assert not changes_algorithms()
     torch.use_deterministic_algorithms(True)
     try:
@@ -51,15 +47,15 @@ def test_deterministic_algorithms_would_change_what_nccl_chooses() -> None:
 
 
 class Group:
-    def __init__(self, abort: Callable[[], None]) -> None:
+    def __init__(self, abort):
         self.abort = abort
 
 
 class Communicators:
     """torch's register of process groups, where what an abort does is written down; and where it is held up."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
-        self.calls: list[str] = []
+    def __init__(self, monkeypatch, groups):
+        self.calls = []
         self.held, self.let_go = 0, threading.Event()
         self._all_in = threading.Barrier(groups) if groups else None
         register = {Group(partial(self._abort, index)): str(index) for index in range(groups)}
@@ -68,7 +64,7 @@ class Communicators:
         for name in ("_abort_process_group", "destroy_process_group"):
             monkeypatch.setattr(distributed_c10d, name, lambda name=name: self.calls.append(name))
 
-    def _abort(self, index: int) -> None:
+    def _abort(self, index):
         assert self._all_in is not None
         self.calls.append("abort")
         if index < self.held:
@@ -77,7 +73,7 @@ class Communicators:
             self._all_in.wait(DEADLINE_SECONDS)  # one after the other, the first would wait here for good
 
 
-def test_where_there_are_no_communicators_there_is_nothing_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_communicators_there_is_nothing_to_abort(monkeypatch):
     found = Communicators(monkeypatch, 0)
     releaser = NcclReleaser()
     assert not releaser.making_group
@@ -86,7 +82,7 @@ def test_where_there_are_no_communicators_there_is_nothing_to_abort(monkeypatch:
     assert found.calls == []
 
 
-def test_communicators_are_aborted_all_at_once_and_once_and_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_are_aborted_all_at_once_and_once_and_never_destroyed(monkeypatch):
     found = Communicators(monkeypatch, 3)
     releaser = NcclReleaser()
     releaser.release()
@@ -95,7 +91,7 @@ def test_communicators_are_aborted_all_at_once_and_once_and_never_destroyed(monk
     assert found.calls == ["abort", "abort", "abort", "_abort_process_group"]
 
 
-def test_all_aborts_have_one_budget_and_what_hangs_is_an_error_that_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_aborts_have_one_budget_and_what_hangs_is_an_error_that_counts_it(monkeypatch):
     found = Communicators(monkeypatch, 3)
     found.held = 2
     releaser = NcclReleaser(seconds=0.05)
@@ -110,7 +106,7 @@ def test_all_aborts_have_one_budget_and_what_hangs_is_an_error_that_counts_it(mo
         time.sleep(0.001)
 
 
-def test_an_abort_that_is_under_way_is_waited_for_before_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_that_is_under_way_is_waited_for_before_the_next_group(monkeypatch):
     found = Communicators(monkeypatch, 1)
     found.held = 1
     releaser = NcclReleaser()

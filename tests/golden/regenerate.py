@@ -5,12 +5,9 @@ python tests/golden/regenerate.py
 Then read the diff line by line: a test that is made equal to what the code says proves nothing until someone has.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_gpucluster.errors import ThresholdsError
@@ -33,7 +30,7 @@ _OF_THE_PAGE = re.compile(r"(<(style|script)\b[^>]*>).*?(</\2>)|sha256-[A-Za-z0-
 """Style and script of the page are the same for every run, and are looked at in a browser."""
 
 
-def errors_of(path: Path) -> str:
+def errors_of(path):
     """Return what the loader says about a file, without the folder it lies in."""
     try:
         loader.load(path)
@@ -42,7 +39,7 @@ def errors_of(path: Path) -> str:
     return ""
 
 
-def reports_of(name: str) -> Iterator[tuple[str, str]]:
+def reports_of(name):
     """Yield file name and content of each report of an example run."""
     with tempfile.TemporaryDirectory() as place:
         run = example_runs.write(Path(place) / "run", name)

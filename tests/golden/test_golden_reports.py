@@ -3,8 +3,6 @@
 After a change of a report: ``python tests/golden/regenerate.py``, and then read the diff.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -16,14 +14,14 @@ from pytest_gpucluster.reports.registry import FILES
 
 
 @functools.cache
-def rendered(name: str) -> dict[str, str]:
+def rendered(name):
     found = dict(reports_of(name))
     # Up to 0.25 prometheus_client writes 7.3e+014 for 7.3e+14, which Prometheus reads as the same number.
     found["metrics.prom"] = re.sub(r"(?m)(e[+-])0(\d\d)$", r"\1\2", found["metrics.prom"])
     return found
 
 
-def test_there_is_a_folder_for_each_run_and_in_it_only_what_is_compared() -> None:
+def test_there_is_a_folder_for_each_run_and_in_it_only_what_is_compared():
     assert sorted(path.name for path in REPORTS.iterdir()) == sorted(NAMES)
     for name in NAMES:
         assert sorted(path.name for path in (REPORTS / name).iterdir()) == sorted(rendered(name))
@@ -31,7 +29,7 @@ def test_there_is_a_folder_for_each_run_and_in_it_only_what_is_compared() -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reports_of_a_run_are_what_was_looked_at(name: str) -> None:
+def test_the_reports_of_a_run_are_what_was_looked_at(name):
     for file, text in rendered(name).items():
         # Line by line: a comparison of whole pages takes pytest minutes to tell.
         expected = (REPORTS / name / file).read_bytes().decode("utf-8").split("\n")

@@ -1,7 +1,5 @@
 """Planted faults are named, and nothing else: in nodes with 8 GPUs, and in a fabric of 128 nodes."""
 
-from collections.abc import Callable
-
 import pytest
 from simulated_fabric import everything, measured, places
 
@@ -9,7 +7,6 @@ from pytest_gpucluster.isolation.link_matrix import culprits, explained_by_other
 from pytest_gpucluster.isolation.link_survey import matrix_of
 from pytest_gpucluster.isolation.round_robin import across_nodes, pair, within_node
 
-Fault = Callable[[int, int], float]
 BELOW = 0.75
 
 

@@ -3,8 +3,6 @@ import pytest
 from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.inference import Evidence, judge_probes
 
-Probed = tuple[tuple[int, ...], bool]
-
 
 def evidence(units, *rounds, floor=None):
     """Rounds of groups, each with whether it was good."""

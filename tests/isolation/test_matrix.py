@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading
 
-Rates = dict[tuple[int, int], float]
-
 
 def matrix_of(rates, wrong=(), unit_of=lambda rank: rank):
     readings = [

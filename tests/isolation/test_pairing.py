@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -8,9 +7,6 @@ from hypothesis import strategies as st
 from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.inference import Evidence, judge_probes
 from pytest_gpucluster.isolation.planner import pairing
-
-Good = Callable[[tuple[int, ...]], bool]
-Rounds = list[list[tuple[int, ...]]]
 
 
 def play(units, rounds, good):

@@ -1,4 +1,3 @@
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -11,7 +10,6 @@ from pytest_gpucluster.isolation import planner as planner_module
 from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.planner import MAX_ROUNDS, Planner
 
-Fault = Callable[[Sequence[int]], str]
 GOOD = 400.0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -68,9 +67,6 @@ class Cluster:
         while (groups := planner.next_round()) is not None and (repeats or not planner.repeats):
             planner.take([self.probe(members) for members in groups])
         return planner.finding()
-
-
-Plant = Callable[[Random, int], list[Fault]]
 
 
 def nodes(count, **fault):

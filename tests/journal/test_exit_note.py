@@ -1,7 +1,5 @@
 """The notes that ranks leave for the program that started their launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The journal: what its writer writes, its reader reads, whatever a kill left of it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,9 +1,6 @@
 """Rank 0's copy of the journal is what a reader of the file finds."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 from example_runs import lines, write
@@ -13,7 +10,7 @@ from pytest_gpucluster.journal.test_record import JournalCopy
 
 
 @pytest.mark.parametrize("name", ["cluster", "accepted", "rehearsal", "hostile"])
-def test_it_is_what_the_journal_says_without_its_samples(name: str, tmp_path: Path) -> None:
+def test_it_is_what_the_journal_says_without_its_samples(name, tmp_path):
     journal_copy = JournalCopy()
     for line in lines(name):
         journal_copy.add(line)
@@ -22,7 +19,7 @@ def test_it_is_what_the_journal_says_without_its_samples(name: str, tmp_path: Pa
     assert journal_copy.errors == []
 
 
-def test_it_can_be_asked_at_any_time() -> None:
+def test_it_can_be_asked_at_any_time():
     journal_copy = JournalCopy()
     assert journal_copy.journal() is None
     sent = lines("rehearsal")
@@ -33,7 +30,7 @@ def test_it_can_be_asked_at_any_time() -> None:
         assert (journal.end is None) == (number < len(sent))
 
 
-def test_what_json_lacks_is_read_as_it_is_written() -> None:
+def test_what_json_lacks_is_read_as_it_is_written():
     journal_copy = JournalCopy()
     journal_copy.add({"type": "run", "schema_version": 1})
     measured = {"metric": "m", "status": "error", "value": math.nan, "samples": {"0": [object()]}}
@@ -45,7 +42,7 @@ def test_what_json_lacks_is_read_as_it_is_written() -> None:
     assert math.isnan(value)
 
 
-def test_a_line_that_cannot_be_read_is_named_and_the_rest_is_kept() -> None:
+def test_a_line_that_cannot_be_read_is_named_and_the_rest_is_kept():
     journal_copy = JournalCopy()
     journal_copy.add({"type": "run", "schema_version": 1})
     journal_copy.add({"type": "test", "nodeid": "t.py::test_it", "outcome": "splendid"})

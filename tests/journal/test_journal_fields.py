@@ -41,7 +41,7 @@ class Line:
     each: tuple[Inner, ...] = ()
 
 
-WRONG: dict[str, list[object]] = {
+WRONG = {
     "text": [3, ["a"], True],
     "optional_text": [3, {}],
     "choice": ["c", 3, []],
@@ -65,20 +65,20 @@ WRONG: dict[str, list[object]] = {
 
 
 @of_each("name", list(WRONG))
-def test_a_field_of_the_wrong_type_is_an_error_that_names_it(name: str) -> None:
+def test_a_field_of_the_wrong_type_is_an_error_that_names_it(name):
     for value in WRONG[name]:
         with pytest.raises(JournalError, match=rf"^line 2: {name}\b.* must be .*, found "):
             read(Line, {name: value}, "line 2")
 
 
-def test_a_missing_or_null_field_has_its_default_and_an_unknown_one_is_ignored() -> None:
+def test_a_missing_or_null_field_has_its_default_and_an_unknown_one_is_ignored():
     assert read(Line, {}, "line 2") == read(Line, {**dict.fromkeys(WRONG), "colour": "green"}, "line 2") == Line()
     assert read(Line, {"optional_inner": {}}, "line 2").optional_inner is None
     with pytest.raises(JournalError, match=r"^line 2: must be a JSON object, found"):
         read(Line, ["text"], "line 2")
 
 
-def test_a_field_without_a_default_is_required() -> None:
+def test_a_field_without_a_default_is_required():
     @dataclass(frozen=True, kw_only=True)
     class Named:
         name: str
@@ -88,12 +88,12 @@ def test_a_field_without_a_default_is_required() -> None:
         read(Named, {}, "line 2")
 
 
-def test_the_path_of_a_wrong_value_is_whole_and_a_long_value_is_cut() -> None:
+def test_the_path_of_a_wrong_value_is_whole_and_a_long_value_is_cut():
     with pytest.raises(JournalError, match=r"^line 2: each\[1\]\.y must be text, found \['x{50,60}\.\.\.$"):
         read(Line, {"each": [{"y": "a"}, {"y": ["x" * 1000]}]}, "line 2")
 
 
-def test_values_are_read_as_what_the_annotation_states() -> None:
+def test_values_are_read_as_what_the_annotation_states():
     line = {
         "number": "NaN",
         "pair": [1, "Infinity"],

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import pytest
 from _pytest import junitxml
@@ -31,12 +28,12 @@ NODE_IDS = (
 )
 
 
-def named(nodeid: str) -> CollectedTest:
+def named(nodeid):
     return CollectedTest.of(nodeid, (nodeid.partition("::")[0], 11, "x"))
 
 
 @of_each("nodeid", NODE_IDS)
-def test_a_test_is_called_as_in_pytests_own_junit(nodeid: str) -> None:
+def test_a_test_is_called_as_in_pytests_own_junit(nodeid):
     if "[" in nodeid.partition("::")[0] and not hasattr(junitxml, "NodeId"):
         return  # this pytest takes a bracket in a directory for a parameter
     *classes, name = junitxml.mangle_test_address(nodeid)
@@ -44,13 +41,13 @@ def test_a_test_is_called_as_in_pytests_own_junit(nodeid: str) -> None:
     assert (found.classname, found.name) == (".".join(classes), name)
 
 
-def test_what_is_no_test_of_a_file_is_called_after_the_file() -> None:
+def test_what_is_no_test_of_a_file_is_called_after_the_file():
     found = named("tests/test_a.py")
     assert (found.classname, found.name) == ("tests.test_a", "tests.test_a")
 
 
 @of_each("lines", [(11, 12), (0, 1), (None, 1)])
-def test_lines_count_from_one(lines: tuple[int | None, int]) -> None:
+def test_lines_count_from_one(lines):
     found = CollectedTest.of("a.py::test", ("a.py", lines[0], "test"), "matmul")
     assert (found.file, found.line, found.criterion) == ("a.py", lines[1], "matmul")
 
@@ -58,7 +55,7 @@ def test_lines_count_from_one(lines: tuple[int | None, int]) -> None:
 # ---- the phases of a test ------------------------------------------------------------------------------------------
 
 
-def made(*phases: tuple[str, str, str], merged: dict[str, Merged] | None = None) -> TestRecord:
+def made(*phases, merged=None):
     """A test with these phases: when, pytest's outcome, message."""
     test = TestRecord(test=named("a.py::test"))
     for when, outcome, message in phases:
@@ -67,9 +64,7 @@ def made(*phases: tuple[str, str, str], merged: dict[str, Merged] | None = None)
     return test
 
 
-def add(
-    test: TestRecord, when: str, outcome: str, message: str = "", merged: Merged | None = None, **more: Any
-) -> None:
+def add(test, when, outcome, message="", merged=None, **more):
     text = f"text of {message}" if message else ""
     test.add(when, outcome=outcome, message=message, text=text, seconds=0.5, merged=merged, **more)
 
@@ -95,14 +90,14 @@ FAILED, SKIPPED, BROKEN = ("call", "failed", "c"), ("call", "skipped", "c"), ("t
         pytest.param([SETUP, FAILED, ("teardown", "skipped", "t")], ("failed", "call", "c"), id="nor a failure"),
     ],
 )
-def test_the_phases_make_one_outcome(phases: list[tuple[str, str, str]], expected: tuple[str, str, str]) -> None:
+def test_the_phases_make_one_outcome(phases, expected):
     line = made(*phases).line()
     assert (line["outcome"], line["phase"], line["message"]) == expected
 
 
 # None: the ranks have not agreed, as in a process that was forked for the test.
 @of_each("merged", [None, Merged(outcome="error")])
-def test_a_call_that_pytest_calls_passed_is_none_without_the_agreement_of_the_ranks(merged: Merged | None) -> None:
+def test_a_call_that_pytest_calls_passed_is_none_without_the_agreement_of_the_ranks(merged):
     test = made(SETUP)
     add(test, "call", "passed", merged=merged)
     add(test, "teardown", "passed")
@@ -119,12 +114,12 @@ def test_a_call_that_pytest_calls_passed_is_none_without_the_agreement_of_the_ra
         pytest.param("teardown", "passed", "error", id="pytest's own failure of a teardown"),
     ],
 )
-def test_what_the_ranks_agreed_on_refines_pytests_outcome(when: str, agreed: str, outcome: str) -> None:
+def test_what_the_ranks_agreed_on_refines_pytests_outcome(when, agreed, outcome):
     test = made((when, "failed", "m"), merged={when: Merged(outcome=agreed)})
     assert test.outcome == outcome
 
 
-def test_a_verdict_about_hardware_outweighs_a_broken_phase_before_it_and_both_texts_are_kept() -> None:
+def test_a_verdict_about_hardware_outweighs_a_broken_phase_before_it_and_both_texts_are_kept():
     test = made(
         ("call", "failed", "c"),
         ("teardown", "failed", "t"),
@@ -134,7 +129,7 @@ def test_a_verdict_about_hardware_outweighs_a_broken_phase_before_it_and_both_te
     assert re.fullmatch(".* c\n\nteardown: .* t", test.text)
 
 
-def test_culprits_and_released_ranks_of_all_phases_are_recorded_and_each_rank_once() -> None:
+def test_culprits_and_released_ranks_of_all_phases_are_recorded_and_each_rank_once():
     rows = [{"rank": 3, "outcome": "failed", "message": "boom"}, {"rank": 1, "outcome": "released", "message": "m"}]
     later = [{"rank": 3, "outcome": "error", "message": "again"}, {"rank": 0, "outcome": "error", "message": "x"}]
     line = made(
@@ -149,14 +144,14 @@ def test_culprits_and_released_ranks_of_all_phases_are_recorded_and_each_rank_on
     assert line["ranks"] == [*rows, later[1]]
 
 
-def test_an_expected_failure_is_a_skip_and_an_unexpected_pass_passes_with_its_reason() -> None:
+def test_an_expected_failure_is_a_skip_and_an_unexpected_pass_passes_with_its_reason():
     for outcome, wasxfail in (("skipped", "reason: known"), ("passed", "")):
         test = made(SETUP)
         add(test, "call", outcome, merged=Merged(outcome=outcome), wasxfail=wasxfail)
         assert (test.line()["outcome"], test.line()["wasxfail"]) == (outcome, wasxfail)
 
 
-def test_another_attempt_starts_clean_and_the_message_of_the_first_one_stays() -> None:
+def test_another_attempt_starts_clean_and_the_message_of_the_first_one_stays():
     test = made(SETUP, ("call", "failed", "boom"))
     test.measurements = [{"metric": "x"}]
     test.sections = [("Captured stdout call", "x")]
@@ -177,7 +172,7 @@ def test_another_attempt_starts_clean_and_the_message_of_the_first_one_stays() -
     assert [name for name, _ in line["properties"]] == ["attempt 1", "attempt 2"]
 
 
-def test_what_the_gpus_did_is_recorded_by_rank_where_there_are_any() -> None:
+def test_what_the_gpus_did_is_recorded_by_rank_where_there_are_any():
     test = made(SETUP)
     test.telemetry = {1: {"throttle": []}, 0: {"throttle": ["hw_thermal"]}}
     line = test.line()
@@ -185,10 +180,10 @@ def test_what_the_gpus_did_is_recorded_by_rank_where_there_are_any() -> None:
     assert json.loads(json.dumps(line)) == line
 
 
-def test_a_message_of_many_lines_is_recorded_as_one() -> None:
+def test_a_message_of_many_lines_is_recorded_as_one():
     assert made(("call", "failed", "first\nsecond")).line()["message"] == "first"
     assert made(("call", "skipped", "x" * 300)).line()["message"].endswith("…")
 
 
-def test_properties_of_three_reports_come_once_and_as_text() -> None:
+def test_properties_of_three_reports_come_once_and_as_text():
     assert unique([("a", 1), ("b", None), ("a", 1), ("a", 2)]) == [("a", "1"), ("b", "None"), ("a", "2")]

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 from each import of_each
 
@@ -16,7 +13,6 @@ from pytest_gpucluster.journal.verdict import (
     REJECTED,
     SELECTION_PASSED,
     SIMULATED,
-    Verdict,
     decide,
 )
 from pytest_gpucluster.judge.judged import JudgedMetric
@@ -26,7 +22,7 @@ LOST = (11, "rank 3 is lost")
 RECORDED = JudgedMetric(metric="m", status="recorded")
 
 
-def result(name: str, outcome: str, message: str = "", *, criterion: bool = True, **more: Any) -> TestResult:
+def result(name, outcome, message="", *, criterion=True, **more):
     return TestResult(
         nodeid=f"acceptance/test_it.py::test_{name}",
         criterion=name if criterion else None,
@@ -45,13 +41,13 @@ HELPER = result("helper", "passed", criterion=False)
 HELPER_SKIPPED = result("helper", "skipped", "not here", criterion=False)
 
 
-def verdict(*results: TestResult, **changes: Any) -> Verdict:
-    settings: dict[str, Any] = {"pytest_exit": 0, "kind": "", "selection": False, "manifest": True}
+def verdict(*results, **changes):
+    settings = {"pytest_exit": 0, "kind": "", "selection": False, "manifest": True}
     settings["topology"] = TOPOLOGY
     return decide(results, **{**settings, **changes})
 
 
-TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
+TABLE = {
     # Everything that ran passed.
     "all passed on cuda": ([PASSED], {}, ACCEPTED, 0),
     "with a test that is no criterion": ([PASSED, HELPER], {}, ACCEPTED, 0),
@@ -130,7 +126,7 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
 
 
 @of_each("case", list(TABLE))
-def test_the_table_of_verdicts(case: str) -> None:
+def test_the_table_of_verdicts(case):
     results, changes, word, code = TABLE[case]
     found = verdict(*results, **changes)
     assert (found.word, found.exit) == (word, code)
@@ -138,7 +134,7 @@ def test_the_table_of_verdicts(case: str) -> None:
     assert "\n" not in found.reason
 
 
-REASONS: dict[str, tuple[list[TestResult], dict[str, Any], list[str]]] = {
+REASONS = {
     "accepted": ([PASSED], {}, ["1 passed", TOPOLOGY]),
     "selection": ([PASSED], {"selection": True}, ["1 passed", TOPOLOGY, "selection"]),
     "without a criterion": ([HELPER], {}, ["1 passed", TOPOLOGY, "no acceptance criterion"]),
@@ -170,22 +166,22 @@ REASONS: dict[str, tuple[list[TestResult], dict[str, Any], list[str]]] = {
 
 
 @of_each("case", list(REASONS))
-def test_the_reason_says_what_decided(case: str) -> None:
+def test_the_reason_says_what_decided(case):
     results, changes, parts = REASONS[case]
     reason = verdict(*results, **changes).reason
     assert [part for part in parts if part not in reason] == [], reason
 
 
-def test_of_many_that_did_not_run_five_are_named() -> None:
+def test_of_many_that_did_not_run_five_are_named():
     reason = verdict(PASSED, not_run=[f"a.py::test_{number}" for number in range(7)]).reason
     assert [f"test_{number} " in reason for number in range(7)] == [True] * 5 + [False] * 2
 
 
-def test_a_single_failure_has_no_more() -> None:
+def test_a_single_failure_has_no_more():
     assert "more" not in verdict(FAILED).reason
 
 
-def test_every_exit_code_of_the_table_is_explained() -> None:
+def test_every_exit_code_of_the_table_is_explained():
     assert sorted(EXIT_CODES) == [0, 1, 2, 3, 4, 5, 10, 11, 12]
     for code, text in EXIT_CODES.items():
         words = {0: "ACCEPTED, SELECTION PASSED, REHEARSED or SIMULATED", 1: REJECTED, 10: INCOMPLETE}
@@ -194,12 +190,12 @@ def test_every_exit_code_of_the_table_is_explained() -> None:
         assert text.startswith(f"{word}: ")
 
 
-def test_a_run_that_was_ended_is_never_a_pass_nor_incomplete_whatever_its_code() -> None:
+def test_a_run_that_was_ended_is_never_a_pass_nor_incomplete_whatever_its_code():
     found = [verdict(PASSED, abort=(code, "somebody asked for it")) for code in (0, 10, 12)]
     assert [(each.word, each.exit) for each in found] == [(BROKEN, 11)] * 3
 
 
-def test_a_criterion_that_no_limit_judged_accepts_nothing_and_one_that_was_run_again_is_named() -> None:
+def test_a_criterion_that_no_limit_judged_accepts_nothing_and_one_that_was_run_again_is_named():
     found = verdict(PASSED, result("nccl", "passed", unjudged="recorded only"))
     assert (found.word, found.exit) == (INCOMPLETE, 10)
     assert "nccl (recorded only)" in found.reason
@@ -212,8 +208,7 @@ INVENTORY, COMPUTES = result("inventory", "passed"), result("gpu.compute", "pass
 TINY = result("lora_tiny", "skipped", "too slow to rehearse here: x", too_slow=True)
 FSDP = result("fsdp", "passed")
 
-
-GROUPED: dict[str, tuple[list[TestResult], str, int]] = {
+GROUPED = {
     "another one of the group has passed": ([INVENTORY, COMPUTES, FSDP, TINY], REHEARSED, 0),
     "none of the group has": ([INVENTORY, COMPUTES, PASSED, TINY], INCOMPLETE, 10),
     "without the inventory": ([COMPUTES, FSDP, TINY], INCOMPLETE, 10),
@@ -241,13 +236,13 @@ GROUPED: dict[str, tuple[list[TestResult], str, int]] = {
 
 
 @of_each("case", list(GROUPED))
-def test_a_rehearsal_that_was_too_slow_in_part_needs_the_rest(case: str) -> None:
+def test_a_rehearsal_that_was_too_slow_in_part_needs_the_rest(case):
     results, word, code = GROUPED[case]
     found = verdict(*results, kind="REHEARSAL")
     assert (found.word, found.exit) == (word, code)
 
 
-def test_what_was_too_slow_is_counted_and_missed_where_it_is_required_or_on_a_gpu() -> None:
+def test_what_was_too_slow_is_counted_and_missed_where_it_is_required_or_on_a_gpu():
     assert "3 passed, 1 too slow" in verdict(INVENTORY, COMPUTES, FSDP, TINY, kind="REHEARSAL").reason
     assert "lora_tiny" in verdict(INVENTORY, COMPUTES, TINY, kind="REHEARSAL").reason
     for changes in ({"kind": "REHEARSAL", "required": ["lora_tiny"]}, {}):

@@ -4,7 +4,6 @@ docs/simulations.md has the rates of many more kinds of noise and fleets.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -15,7 +14,6 @@ from verdicts import SHIPPED, hold
 from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.device.clock import ManualClock
-from pytest_gpucluster.judge.limits import Thresholds
 from pytest_gpucluster.metrics import sampling
 from pytest_gpucluster.metrics.measurement import measurement
 
@@ -133,9 +131,6 @@ def ratio_alone(ratio=None):
 def named(values, limits):
     judgement = hold({rank: [tflops(value)] for rank, value in enumerate(values)}, size=len(values), limits=limits)
     return set(judgement.measurements[0].misses)
-
-
-Make = Callable[[], Thresholds]
 
 
 @pytest.mark.parametrize("limits", [ratio_alone, lambda: SHIPPED], ids=["ratio alone", "shipped"])

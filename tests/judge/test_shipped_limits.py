@@ -360,7 +360,6 @@ NVML_TOTALS = {
     "L40S": 46068,
 }
 
-
 RATIOS = {
     "": None,
     "likewise": 0.05,  # a rehearsal floor too

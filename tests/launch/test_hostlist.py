@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
         pytest.param("a1,b[2],c3", ["a1", "b2", "c3"], id="one in brackets"),
     ],
 )
-def test_hostlists_expand_in_order(text: str, hosts: list[str]) -> None:
+def test_hostlists_expand_in_order(text, hosts):
     assert expand_hostlist(text) == hosts
 
 
@@ -27,12 +25,12 @@ def test_hostlists_expand_in_order(text: str, hosts: list[str]) -> None:
     "text",
     ["", "a,,b", "gpu-[1-3", "gpu-1]", "gpu-[]", "gpu-[a-b]", "gpu-[9-1]", "gpu[0-99999999]", "a[1-999]b[1-999]"],
 )
-def test_a_malformed_hostlist_is_an_error_that_shows_the_form(text: str) -> None:
+def test_a_malformed_hostlist_is_an_error_that_shows_the_form(text):
     with pytest.raises(LaunchError, match=r"gpu-\[003,007-009\],login1"):
         expand_hostlist(text)
 
 
-def test_65536_hosts_are_the_most_however_they_are_written() -> None:
+def test_65536_hosts_are_the_most_however_they_are_written():
     for text, more in (("n[1-65536]", "n[0-65536]"), ("r[0-255]n[0-255]", "r[0-255]n[0-256]"), ("a[1-65535],b", "c")):
         assert len(expand_hostlist(text)) == 65536
         with pytest.raises(LaunchError, match="more than 65536 hosts"):
@@ -44,7 +42,7 @@ def test_a_range_of_more_hosts_than_a_list_may_have_is_two() -> None:
 
 
 @given(st.text(alphabet="ab1-,[]09 ", max_size=30))
-def test_any_text_is_a_hostlist_or_an_error(text: str) -> None:
+def test_any_text_is_a_hostlist_or_an_error(text):
     try:
         hosts = expand_hostlist(text)
     except LaunchError:
@@ -68,7 +66,7 @@ def test_any_text_is_a_hostlist_or_an_error(text: str) -> None:
         pytest.param(["10", "9", "11"], "[9-11]", id="only a number"),
     ],
 )
-def test_host_names_are_written_shortly(hosts: list[str], text: str) -> None:
+def test_host_names_are_written_shortly(hosts, text):
     assert compress_hostlist(hosts) == text
 
 
@@ -83,12 +81,12 @@ HOSTS = st.lists(
 
 
 @given(HOSTS)
-def test_the_short_form_stands_for_the_same_hosts(hosts: list[str]) -> None:
+def test_the_short_form_stands_for_the_same_hosts(hosts):
     expanded = expand_hostlist(compress_hostlist(hosts))
     assert sorted(expanded) == sorted(set(hosts))
 
 
 @pytest.mark.parametrize("hosts", [[], [""], ["a,b"], ["a[1]"], ["a b"], ["a\n"]], ids=repr)
-def test_what_no_host_list_can_hold_is_refused(hosts: list[str]) -> None:
+def test_what_no_host_list_can_hold_is_refused(hosts):
     with pytest.raises(LaunchError, match="host"):
         compress_hostlist(hosts)

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping
 
 import pytest
 from each import of_each
@@ -80,21 +77,21 @@ PYTORCHJOB = {
 }
 
 
-def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
+def without(environ, *names):
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def facts(environ: Mapping[str, str]) -> RankFacts:
+def facts(environ):
     return detect(environ, "gpu-07")
 
 
-def error_of(environ: Mapping[str, str]) -> str:
+def error_of(environ):
     with pytest.raises(LaunchError) as caught:
         facts(environ)
     return str(caught.value)
 
 
-def test_torchrun_sets_everything() -> None:
+def test_torchrun_sets_everything():
     assert facts(TORCHRUN) == RankFacts(
         **dict(zip(PLACE, NINTH, strict=True)),
         hostname="gpu-07",
@@ -153,12 +150,12 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(("environ", "launcher", "expected"), SOURCES.values(), ids=SOURCES)
-def test_the_first_source_that_applies_wins(environ: dict[str, str], launcher: str, expected: tuple[int, ...]) -> None:
+def test_the_first_source_that_applies_wins(environ, launcher, expected):
     found = facts(environ)
     assert (found.launcher, tuple(getattr(found, name) for name in PLACE)) == (launcher, expected)
 
 
-def test_where_the_store_is_and_what_has_given_its_address() -> None:
+def test_where_the_store_is_and_what_has_given_its_address():
     port = 20000 + (16 * 4711 + 3) % 10000
     of_mpirun = facts(OPENMPI).master_port
     for environ, address, at, agent_store, origin in (
@@ -180,7 +177,7 @@ def test_where_the_store_is_and_what_has_given_its_address() -> None:
         assert found.master_addr_from == origin
 
 
-def test_one_node_of_mpirun_needs_no_address_and_every_mpirun_gets_its_port() -> None:
+def test_one_node_of_mpirun_needs_no_address_and_every_mpirun_gets_its_port():
     local = without(OPENMPI, "MASTER_ADDR") | {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}
     first, second = facts(local), facts(local | {"PMIX_NAMESPACE": "prterun-gpu-06-100@1"})
     assert first.master_addr == "127.0.0.1"
@@ -191,7 +188,7 @@ def test_one_node_of_mpirun_needs_no_address_and_every_mpirun_gets_its_port() ->
 ONE_NODE = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_LOCALID": "9", "SLURM_NODEID": "0"}
 
 
-def test_ranks_on_one_node_meet_on_its_loopback() -> None:
+def test_ranks_on_one_node_meet_on_its_loopback():
     of_torchrun = TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     for environ in (
         of_torchrun,
@@ -206,7 +203,7 @@ def test_ranks_on_one_node_meet_on_its_loopback() -> None:
         assert found.world_size > 1
 
 
-def test_all_ranks_of_a_launch_agree_on_what_is_common() -> None:
+def test_all_ranks_of_a_launch_agree_on_what_is_common():
     slurm = [
         facts(STEP | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 8), "SLURM_NODEID": str(r // 8)})
         for r in range(16)
@@ -221,13 +218,13 @@ def test_all_ranks_of_a_launch_agree_on_what_is_common() -> None:
         assert 20000 <= launch[0].master_port < 30000  # below what Linux gives away itself
 
 
-def test_virtual_local_ranks_of_torchrun_are_undone() -> None:
+def test_virtual_local_ranks_of_torchrun_are_undone():
     virtual = TORCHRUN | {"RANK": "11", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3"}
     assert facts(virtual).local_rank == 3
     assert facts(virtual | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}).local_rank == 0
 
 
-def test_what_the_scheduler_gave() -> None:
+def test_what_the_scheduler_gave():
     no_gpus, two_nodes = without(BATCH, "SLURM_GPUS_ON_NODE"), Allocation(name="slurm", nnodes=2)
     of_8, of_4 = (dataclasses.replace(two_nodes, gpus_per_node=gpus) for gpus in (8, 4))
     for environ, expected in (
@@ -245,7 +242,7 @@ def test_what_the_scheduler_gave() -> None:
         assert repr(facts(environ).scheduler) == repr(expected)  # 8, and not 8.0
 
 
-COMPLAINTS: list[tuple[dict[str, str], list[str]]] = [
+COMPLAINTS = [
     (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK is missing", "MASTER_PORT is missing"]),
     (TORCHRUN | {"RANK": ""}, ["RANK is empty"]),
     (TORCHRUN | {"RANK": "16"}, ["RANK=16 is not below WORLD_SIZE=16"]),
@@ -307,14 +304,14 @@ COMPLAINTS: list[tuple[dict[str, str], list[str]]] = [
 
 
 @of_each("complaint", COMPLAINTS)
-def test_partial_and_contradictory_variables_are_one_error(complaint: tuple[dict[str, str], list[str]]) -> None:
+def test_partial_and_contradictory_variables_are_one_error(complaint):
     environ, parts = complaint
     text = error_of(environ)
     for part in (*parts, "gpu-07", "found: ", "what to do: "):
         assert part in text
 
 
-def test_the_error_shows_what_was_found() -> None:
+def test_the_error_shows_what_was_found():
     text = error_of(without(TORCHRUN, "RANK"))
     assert "found: WORLD_SIZE=16 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8 GROUP_RANK=1 GROUP_WORLD_SIZE=2" in text
     complaints = error_of(TORCHRUN | {"RANK": "x", "WORLD_SIZE": "x"}).splitlines()[0]
@@ -329,7 +326,7 @@ def test_the_error_shows_what_was_found() -> None:
         st.one_of(st.integers(-1, 20).map(str), st.sampled_from(["", "x", "8(x2)", "gpu-[1-2]", "1" * 30])),
     )
 )
-def test_any_environment_gives_consistent_facts_or_one_error(environ: dict[str, str]) -> None:
+def test_any_environment_gives_consistent_facts_or_one_error(environ):
     try:
         found = facts(environ)
     except LaunchError:
@@ -342,7 +339,7 @@ def test_any_environment_gives_consistent_facts_or_one_error(environ: dict[str, 
         assert found.master_port
 
 
-def test_a_run_in_a_slurm_job_is_named_by_job_and_restart() -> None:
+def test_a_run_in_a_slurm_job_is_named_by_job_and_restart():
     assert facts(STEP).run_id != facts(STEP | {"SLURM_RESTART_COUNT": "1"}).run_id
     unnamed = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
     in_job = {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": "2"}
@@ -352,7 +349,7 @@ def test_a_run_in_a_slurm_job_is_named_by_job_and_restart() -> None:
     assert facts({**TORCHRUN, **in_job}).run_id == TORCHRUN["TORCHELASTIC_RUN_ID"]
 
 
-def test_what_stands_at_the_edge_of_a_launcher_s_variables() -> None:
+def test_what_stands_at_the_edge_of_a_launcher_s_variables():
     unnamed = {name: value for name, value in OPENMPI.items() if name != "PMIX_NAMESPACE"}
     assert detect({**unnamed, "OMPI_MCA_ess_base_jobid": "77"}, "node-a").run_id == "openmpi-77"
     assert facts(unnamed).run_id == "openmpi-run"

@@ -3,8 +3,6 @@
 Two processes on this host stand for the tasks of a Slurm step, the ranks of mpirun and the pods of an Indexed Job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -12,12 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from ports import free_port
-from sessions import CPU, PLUGINS, Left, Process, Project, environment
+from sessions import CPU, PLUGINS, Process, environment
 
 from pytest_gpucluster.launch.launchers import detect
 
@@ -63,7 +60,7 @@ ASKS_NO_DNS = """
 """
 
 
-def slurm(rank: int, port: int) -> dict[str, str]:
+def slurm(rank, port):
     """What a step of two tasks on one node gives to a task."""
     return {
         "SLURM_JOB_ID": "4711",
@@ -80,7 +77,7 @@ def slurm(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def openmpi(rank: int, port: int) -> dict[str, str]:
+def openmpi(rank, port):
     """What mpirun -n 2 gives to a rank."""
     return {
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -92,7 +89,7 @@ def openmpi(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def kubernetes(rank: int, port: int) -> dict[str, str]:
+def kubernetes(rank, port):
     """What an Indexed Job of two pods gives to a pod, with the documented template."""
     return {
         "JOB_COMPLETION_INDEX": str(rank),
@@ -104,22 +101,19 @@ def kubernetes(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def slurm_without_a_name(rank: int, port: int) -> dict[str, str]:
+def slurm_without_a_name(rank, port):
     """A step on one node whose name nothing resolves."""
     return {**slurm(rank, port), "MASTER_ADDR": UNKNOWN, "SLURM_STEP_NODELIST": UNKNOWN}
 
 
 LAUNCHERS = {"slurm": slurm_without_a_name, "kubernetes": kubernetes}
-Variables = Callable[[int, int], dict[str, str]]
 
 
 @contextlib.contextmanager
-def started(
-    project: Project, variables: Variables, port: int, *options: str, ranks: int = 2, inside: Sequence[str] = ()
-) -> Iterator[list[Process]]:
+def started(project, variables, port, *options, ranks=2, inside=()):
     """Start ranks, inside of another command if there is one; kill them, and a store of theirs, in the end."""
     command = [*inside, sys.executable, *PYTEST, CPU, *options]
-    processes: list[Process] = []
+    processes = []
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [os.kill(pid, 9) for pid in stores(port)])
         for rank in range(ranks):
@@ -131,7 +125,7 @@ def started(
         yield processes
 
 
-def resolves(name: str) -> bool:
+def resolves(name):
     """Whether a name has an address here."""
     try:
         socket.getaddrinfo(name, None)
@@ -140,7 +134,7 @@ def resolves(name: str) -> bool:
     return True
 
 
-def stores(port: int) -> list[int]:
+def stores(port):
     """Return the processes that host a store on a port."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -152,7 +146,7 @@ def stores(port: int) -> list[int]:
     return found
 
 
-def wait_until_gone(port: int, seconds: float) -> None:
+def wait_until_gone(port, seconds):
     """Check that the store's process ends."""
     until = time.monotonic() + seconds
     while left := stores(port):
@@ -160,7 +154,7 @@ def wait_until_gone(port: int, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def run(project: Project, variables: Variables, *options: str) -> list[Left]:
+def run(project, variables, *options):
     """Run two ranks to their end."""
     port = free_port()
     with started(project, variables, port, *options) as processes:
@@ -170,7 +164,7 @@ def run(project: Project, variables: Variables, *options: str) -> list[Left]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_meet_agree_and_leave_one_report(project: Project, launcher: str) -> None:
+def test_ranks_meet_agree_and_leave_one_report(project, launcher):
     variables = LAUNCHERS[launcher]
     assert detect(variables(1, 1), "here").launcher == launcher
     project.suite(SUITE)
@@ -185,7 +179,7 @@ def test_ranks_meet_agree_and_leave_one_report(project: Project, launcher: str) 
     assert second.output.strip() == ""
 
 
-def test_ranks_on_a_host_that_does_not_know_its_own_name_meet(project: Project) -> None:
+def test_ranks_on_a_host_that_does_not_know_its_own_name_meet(project):
     inside = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", f'hostname {UNKNOWN} && exec "$@"', "sh"]
     if (
         shutil.which("unshare") is None
@@ -193,7 +187,7 @@ def test_ranks_on_a_host_that_does_not_know_its_own_name_meet(project: Project) 
     ):
         pytest.skip("no name of its own can be given to a process here")
 
-    def variables(rank: int, port: int) -> dict[str, str]:
+    def variables(rank, port):
         return {**slurm(rank, port), "SLURM_STEP_NODELIST": UNKNOWN}
 
     project.suite(SUITE)
@@ -204,7 +198,7 @@ def test_ranks_on_a_host_that_does_not_know_its_own_name_meet(project: Project) 
     assert first.verdicts == {"test_all_reduce": "passed", "test_measured": "passed"}
 
 
-def two_nodes(rank: int, port: int) -> dict[str, str]:
+def two_nodes(rank, port):
     """What a step of one task on each of two nodes gives to a task."""
     return {
         **slurm(rank, port),
@@ -229,9 +223,7 @@ def two_nodes(rank: int, port: int) -> dict[str, str]:
     ],
     ids=["slurm's own list", "kubernetes"],
 )
-def test_a_name_that_no_node_knows_ends_every_rank_with_a_report(
-    project: Project, variables: Variables, origin: str
-) -> None:
+def test_a_name_that_no_node_knows_ends_every_rank_with_a_report(project, variables, origin):
     project.suite(SUITE)
     (project.path / "report.xml").write_text("<testsuites/>")
     first, second = run(project, variables)
@@ -249,8 +241,8 @@ def test_a_name_that_no_node_knows_ends_every_rank_with_a_report(
     assert "what to do: " in first.body("usage")
 
 
-def test_a_name_that_one_node_does_not_know_is_reported_there_and_the_rank_is_missed(project: Project) -> None:
-    def variables(rank: int, port: int) -> dict[str, str]:
+def test_a_name_that_one_node_does_not_know_is_reported_there_and_the_rank_is_missed(project):
+    def variables(rank, port):
         return {**two_nodes(rank, port), "MASTER_ADDR": ("pod-0.localhost", UNKNOWN)[rank]}
 
     project.suite(SUITE)
@@ -261,7 +253,7 @@ def test_a_name_that_one_node_does_not_know_is_reported_there_and_the_rank_is_mi
     assert f"rank 1 on node-1: {UNKNOWN}, " in second.stderr
 
 
-def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project: Project) -> None:
+def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project):
     assert detect(openmpi(1, 1), "here").launcher == "openmpi"
     project.suite(
         SUITE + ASKS_NO_DNS + "\n    def test_fails(cluster):\n        assert cluster.rank == 0, 'only here'\n"
@@ -278,7 +270,7 @@ def test_a_failure_on_one_rank_is_the_same_exit_code_on_all(project: Project) ->
     assert second.output.strip() == ""
 
 
-def test_a_killed_rank_0_is_named_by_the_store_and_leaves_a_report(project: Project) -> None:
+def test_a_killed_rank_0_is_named_by_the_store_and_leaves_a_report(project):
     project.suite(
         """
         import os, signal, time
@@ -300,7 +292,7 @@ def test_a_killed_rank_0_is_named_by_the_store_and_leaves_a_report(project: Proj
     assert first.journal.end.by == "recorder"
 
 
-def no_store(rank: int, port: int) -> dict[str, str]:
+def no_store(rank, port):
     """Rank 1 of a step whose rank 0 has no store."""
     return {**slurm(1, port), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -313,9 +305,7 @@ def no_store(rank: int, port: int) -> dict[str, str]:
         pytest.param(no_store, False, ("rank 1 on ", " 127.0.0.1:1 within 2 s"), id="no store"),
     ],
 )
-def test_a_rank_without_a_rendezvous_ends_in_time_and_reports_why(
-    project: Project, variables: Variables, taken: bool, parts: tuple[str, ...]
-) -> None:
+def test_a_rank_without_a_rendezvous_ends_in_time_and_reports_why(project, variables, taken, parts):
     project.suite(SUITE)
     with socket.socket() as holder:
         port = free_port()
@@ -335,8 +325,8 @@ def test_a_rank_without_a_rendezvous_ends_in_time_and_reports_why(
         assert parts[0].format(port=port) in left.verdicts["preflight"]
 
 
-def test_what_one_rank_cannot_do_is_reported_once_for_all(project: Project) -> None:
-    def one_is_wrong(rank: int, port: int) -> dict[str, str]:
+def test_what_one_rank_cannot_do_is_reported_once_for_all(project):
+    def one_is_wrong(rank, port):
         return {**slurm(rank, port), **({"GPUCLUSTER_DEADLINE": "soon"} if rank == 1 else {})}
 
     project.suite(SUITE)
@@ -347,7 +337,7 @@ def test_what_one_rank_cannot_do_is_reported_once_for_all(project: Project) -> N
     assert second.output.strip() == ""
 
 
-def torchrun(project: Project, *options: str, more: Mapping[str, str] | None = None) -> Left:
+def torchrun(project, *options, more=None):
     """Run two ranks under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += [f"--master-port={free_port()}", *PYTEST]
@@ -355,7 +345,7 @@ def torchrun(project: Project, *options: str, more: Mapping[str, str] | None = N
         return process.wait()
 
 
-def test_fewer_ranks_than_expected_are_named_under_torchrun(project: Project) -> None:
+def test_fewer_ranks_than_expected_are_named_under_torchrun(project):
     project.suite(SUITE)
     left = torchrun(project, CPU, "--gpucluster-expect=2x8")
     assert left.exit == 1  # torchrun's, whatever the ranks' is
@@ -368,7 +358,7 @@ def test_fewer_ranks_than_expected_are_named_under_torchrun(project: Project) ->
 
 
 @pytest.mark.parametrize("where", ["0", "1"])
-def test_a_suite_that_one_rank_does_not_find_is_reported_on_all(project: Project, where: str) -> None:
+def test_a_suite_that_one_rank_does_not_find_is_reported_on_all(project, where):
     project.suite(
         "def test_it(): raise AssertionError('must not run')",
         conftest=f"""
@@ -387,7 +377,7 @@ def test_a_suite_that_one_rank_does_not_find_is_reported_on_all(project: Project
     assert left.seconds < 90  # by default they wait for 300
 
 
-def test_no_gpu_on_any_rank_is_reported_once_under_torchrun(project: Project) -> None:
+def test_no_gpu_on_any_rank_is_reported_once_under_torchrun(project):
     project.suite(SUITE)
     left = torchrun(project, "--gpucluster-device=cuda", more={"CUDA_VISIBLE_DEVICES": ""})
     assert left.exit == 1

@@ -1,7 +1,5 @@
 """Processes of a dead rank are ended, in whatever session they are, and no others."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -15,7 +13,7 @@ from pytest_gpucluster.launch import detached_process
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
-def start(**more) -> subprocess.Popen:
+def start(**more):
     return subprocess.Popen(SLEEPS, start_new_session=True, **more)
 
 

@@ -1,19 +1,17 @@
 """Findings end a test by their kind, and notes never do."""
 
-from __future__ import annotations
-
 import pytest
 from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.metrics.finding import Finding, Kind, decisive, finding, require_nothing
+from pytest_gpucluster.metrics.finding import decisive, finding, require_nothing
 
 
-def found(kind: Kind, code: str = "x") -> Finding:
+def found(kind, code="x"):
     return finding(kind, code, "node-a", "5", allowed="6", remedy="add one")
 
 
-def test_notes_are_printed_and_end_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_printed_and_end_nothing(capsys):
     require_nothing([found("note"), found("note")])
     assert in_order(capsys.readouterr().out, "node-a: x (note): 5; 6; add one node-a: x (note): 5; 6; add one")
     require_nothing([])
@@ -29,7 +27,7 @@ def test_notes_are_printed_and_end_nothing(capsys: pytest.CaptureFixture[str]) -
     ],
     ids=str,
 )
-def test_the_worst_kind_says_how_the_test_ends(kinds: list[Kind], error: type[Exception]) -> None:
+def test_the_worst_kind_says_how_the_test_ends(kinds, error):
     with pytest.raises(error) as raised:
         require_nothing(found(kind, f"of.{kind}") for kind in kinds)
     first, *lines = str(raised.value).splitlines()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from each import of_each
 
 from pytest_gpucluster.metrics import datasheets
@@ -24,7 +22,6 @@ DATA_SHEETS = {
     "GB300": (80, 1250, 2500, 5000, 8.0, 900, 278, None, 18),
     "L40S": (91.6, 183, 362, 733, 0.864, 31.5, 48, 4, 0),
 }
-
 
 NVML_NAMES = {
     "NVIDIA H100 80GB HBM3": "H100 SXM",
@@ -51,13 +48,13 @@ NVML_NAMES = {
 }
 
 
-def test_a_gpu_is_known_by_its_whole_name_only() -> None:
+def test_a_gpu_is_known_by_its_whole_name_only():
     found = {name: datasheets.matching(datasheets.SKUS.values(), name) for name in NVML_NAMES}
     assert found == {name: [] if sku is None else [sku] for name, sku in NVML_NAMES.items()}
 
 
 @of_each("name", list(DATA_SHEETS))
-def test_peaks_and_promises_are_the_dense_figures_of_the_data_sheet(name: str) -> None:
+def test_peaks_and_promises_are_the_dense_figures_of_the_data_sheet(name):
     peaks, promise = datasheets.SKUS[name].peaks, datasheets.promise_of(name)
     assert peaks is not None
     assert promise is not None
@@ -68,7 +65,7 @@ def test_peaks_and_promises_are_the_dense_figures_of_the_data_sheet(name: str) -
     assert promise.pcie_width == (16 if promise.pcie_generation else None)
 
 
-def test_the_rehearsal_has_no_peaks_and_takes_no_gpu() -> None:
+def test_the_rehearsal_has_no_peaks_and_takes_no_gpu():
     rehearsal = datasheets.SKUS[datasheets.CPU_REHEARSAL]
     assert rehearsal.peaks is None
     assert rehearsal.nvml_names == ()
@@ -76,7 +73,7 @@ def test_the_rehearsal_has_no_peaks_and_takes_no_gpu() -> None:
 
 
 @of_each("name", list(DATA_SHEETS))
-def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
+def test_required_queries_are_those_that_the_sku_can_answer(name):
     promise = datasheets.promise_of(name)
     assert promise is not None
     required = set(promise.required_queries)
@@ -93,5 +90,5 @@ def test_required_queries_are_those_that_the_sku_can_answer(name: str) -> None:
 
 
 @of_each("name", [None, "T4", datasheets.CPU_REHEARSAL])
-def test_nothing_is_promised_of_a_gpu_that_is_not_in_the_table(name: str | None) -> None:
+def test_nothing_is_promised_of_a_gpu_that_is_not_in_the_table(name):
     assert datasheets.promise_of(name) is None

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import json
 import math
-from typing import Any
 
 import pytest
 from each import of_each
@@ -20,7 +17,7 @@ BUSBW = "nccl.all_reduce.busbw"
 
 
 @of_each("metric", list(metrics.METRICS.values()))
-def test_every_metric_has_a_unit_a_description_and_a_peak_that_exists(metric: Metric) -> None:
+def test_every_metric_has_a_unit_a_description_and_a_peak_that_exists(metric):
     unit = units.unit(metric.unit)
     assert metric.doc
     if metric.peak is not None:
@@ -31,7 +28,7 @@ STOPPED = {"by": "interval", "samples": 8, "seconds": 3.0, "extended": False}
 STOPPED |= {"width_ratio": 0.004, "allowed_ratio": 0.01}
 
 
-def test_an_unknown_metric_is_refused_with_the_one_that_was_meant() -> None:
+def test_an_unknown_metric_is_refused_with_the_one_that_was_meant():
     with pytest.raises(MeasurementError, match=r"'nccl.allreduce.busbw'; .* 'nccl\.all_reduce\.busbw'"):
         metrics.known("nccl.allreduce.busbw")
     with pytest.raises(MeasurementError, match=r"'zzz'; .*pytest_gpucluster_metrics"):
@@ -39,13 +36,13 @@ def test_an_unknown_metric_is_refused_with_the_one_that_was_meant() -> None:
 
 
 @pytest.fixture
-def site_metric(monkeypatch: pytest.MonkeyPatch) -> Metric:
+def site_metric(monkeypatch):
     registry = dict(metrics.METRICS)
     monkeypatch.setattr(metrics, "_REGISTRY", registry)
     return Metric(name="site.scratch.bandwidth", unit="GB/s", better="higher", doc="our scratch file system")
 
 
-def test_a_site_may_register_its_metric_once_and_only_with_a_unit_that_exists(site_metric: Metric) -> None:
+def test_a_site_may_register_its_metric_once_and_only_with_a_unit_that_exists(site_metric):
     assert metrics.register(site_metric) is site_metric
     metrics.register(site_metric)
     assert measurement("site.scratch.bandwidth", 2, unit="TB/s").value == 2000.0
@@ -56,7 +53,7 @@ def test_a_site_may_register_its_metric_once_and_only_with_a_unit_that_exists(si
         metrics.register(Metric(name="x", unit="GBps", better="higher", doc="x"))
 
 
-def test_value_and_samples_are_converted_to_the_canonical_unit() -> None:
+def test_value_and_samples_are_converted_to_the_canonical_unit():
     made = measurement("hbm.copy.bandwidth", 3020, unit="GB/s", samples=[3000, 3040], labels={"gpu": 3})
     assert made == Measurement(
         metric="hbm.copy.bandwidth", value=3.02, unit="TB/s", samples=(3.0, 3.04), labels={"gpu": "3"}
@@ -66,16 +63,16 @@ def test_value_and_samples_are_converted_to_the_canonical_unit() -> None:
 class OneElement:
     """Stands for a numpy scalar or a tensor of one element."""
 
-    def __float__(self) -> float:
+    def __float__(self):
         return 442.1
 
 
 class ManyElements:
-    def __float__(self) -> float:
+    def __float__(self):
         raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
 
 
-def test_anything_that_converts_to_float_is_a_number() -> None:
+def test_anything_that_converts_to_float_is_a_number():
     assert measurement(BUSBW, OneElement(), unit="GB/s", samples=(OneElement(),)).samples == (442.1,)
 
 
@@ -97,10 +94,10 @@ def test_anything_that_converts_to_float_is_a_number() -> None:
         (1.0, {"record_only": "yes"}, "record_only must be True or False"),
     ],
 )
-def test_what_is_no_measurement_is_refused_and_names_the_metric(case: tuple[Any, ...]) -> None:
+def test_what_is_no_measurement_is_refused_and_names_the_metric(case):
     value, arguments, message = case
     with pytest.raises(MeasurementError, match=message) as caught:
-        measurement(BUSBW, value, **({"unit": "GB/s"} | arguments))  # type: ignore[arg-type]
+        measurement(BUSBW, value, **({"unit": "GB/s"} | arguments))
     assert str(caught.value).startswith(BUSBW)
 
 
@@ -120,15 +117,13 @@ def test_what_is_no_measurement_is_refused_and_names_the_metric(case: tuple[Any,
         (1.0, [1e308, 1e308], None),
     ],
 )
-def test_what_cannot_be_judged_is_kept_and_says_why(case: tuple[Any, ...]) -> None:
+def test_what_cannot_be_judged_is_kept_and_says_why(case):
     value, samples, reason = case
     assert metrics.problem(measurement(BUSBW, value, unit="GB/s", samples=samples)) == reason
 
 
 @given(st.floats(), st.lists(st.floats(), max_size=20), st.dictionaries(st.text(), st.text(), max_size=3))
-def test_a_measurement_travels_through_strict_json_unchanged(
-    value: float, samples: list[float], labels: dict[str, str]
-) -> None:
+def test_a_measurement_travels_through_strict_json_unchanged(value, samples, labels):
     made = measurement(BUSBW, value, unit="GB/s", samples=samples, labels=labels, record_only=True)
     wire = json.dumps(made.to_json(), allow_nan=False)
     back = Measurement.from_json(json.loads(wire))
@@ -136,7 +131,7 @@ def test_a_measurement_travels_through_strict_json_unchanged(
     assert repr(back) == repr(made)
 
 
-def test_a_series_brings_its_samples_and_its_interval() -> None:
+def test_a_series_brings_its_samples_and_its_interval():
     sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=0.01)
     made = measurement("hbm.copy.bandwidth", series([3000.0, 3100.0] * 6, sampling, spent_seconds=2), unit="GB/s")
     assert (made.value, made.interval) == (3.05, (3.0, 3.1))
@@ -154,7 +149,7 @@ def test_a_series_brings_its_samples_and_its_interval() -> None:
 
 
 GOOD = measurement(BUSBW, 1.0, unit="GB/s").to_json()
-MALFORMED: dict[str, list[object]] = {
+MALFORMED = {
     "value": ["12", True, None, 10**400],
     "samples": [["x"], 3],
     "metric": ["zzz", 3],
@@ -172,6 +167,6 @@ MALFORMED: dict[str, list[object]] = {
 
 
 @of_each("broken", [{}, *(GOOD | {key: value} for key, values in MALFORMED.items() for value in values)])
-def test_a_malformed_measurement_in_transit_is_refused(broken: dict[str, object]) -> None:
+def test_a_malformed_measurement_in_transit_is_refused(broken):
     with pytest.raises(MeasurementError):
         Measurement.from_json(broken)

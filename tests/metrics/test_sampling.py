@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -28,12 +25,12 @@ NOISY = [600.0, 700.0, 800.0] * 4
         ([math.nan] * 12, 3.0, True),
     ],
 )
-def test_measuring_goes_on_until_it_is_certain_or_twice_the_time_is_up(case: tuple[Any, ...]) -> None:
+def test_measuring_goes_on_until_it_is_certain_or_twice_the_time_is_up(case):
     samples, spent, more = case
     assert wants_more(samples, spent_seconds=spent, sampling=SAMPLING) is more
 
 
-def test_a_steady_series_has_a_narrow_interval_and_a_noisy_one_says_why_it_is_inconclusive() -> None:
+def test_a_steady_series_has_a_narrow_interval_and_a_noisy_one_says_why_it_is_inconclusive():
     found = series(STEADY, SAMPLING, spent_seconds=3)
     assert (found.median, found.low, found.high, found.inconclusive) == (701.0, 700.0, 702.0, "")
     in_time, given_up = (series(NOISY, SAMPLING, spent_seconds=spent).inconclusive for spent in (20, 4))
@@ -62,7 +59,7 @@ def test_a_steady_series_has_a_narrow_interval_and_a_noisy_one_says_why_it_is_in
         (STEADY, 0.0, "samples", False),
     ],
 )
-def test_a_series_says_why_it_has_no_more_samples(case: tuple[Any, ...]) -> None:
+def test_a_series_says_why_it_has_no_more_samples(case):
     samples, spent, by, extended = case
     found = series(samples, SAMPLING, spent_seconds=spent)
     stopped = found.stopped
@@ -74,14 +71,14 @@ def test_a_series_says_why_it_has_no_more_samples(case: tuple[Any, ...]) -> None
     assert by == "samples" or (by == "interval") == (not found.inconclusive)
 
 
-def test_a_series_is_as_sure_as_the_one_that_decided() -> None:
+def test_a_series_is_as_sure_as_the_one_that_decided():
     mine, slowest = series(STEADY, SAMPLING, spent_seconds=20), series(NOISY, SAMPLING, spent_seconds=20)
     found = mine.decided_by(slowest)
     assert (found.samples, found.median, found.low, found.high) == (mine.samples, mine.median, mine.low, mine.high)
     assert (found.inconclusive, found.stopped) == (slowest.inconclusive, slowest.stopped)
 
 
-def test_another_unit_scales_everything() -> None:
+def test_another_unit_scales_everything():
     found = series(NOISY, SAMPLING, spent_seconds=20).scaled(2.0)
     assert isinstance(found, Series)
     assert (found.median, found.low, found.high) == (1400.0, 1200.0, 1600.0)
@@ -90,7 +87,7 @@ def test_another_unit_scales_everything() -> None:
     assert found.stopped == series(NOISY, SAMPLING, spent_seconds=20).stopped
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_settings_that_cannot_work_are_refused():
     good = {"warmup_seconds": 2, "window_seconds": 3, "longest_seconds": 10, "tolerance_ratio": 0.01}
     wrong = [
         ("warmup", -1),

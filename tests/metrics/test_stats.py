@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import statistics
 import sys
@@ -15,11 +13,11 @@ SAMPLES = st.lists(st.floats(min_value=-1e9, max_value=1e9), min_size=1, max_siz
 
 
 @given(SAMPLES)
-def test_the_median_is_that_of_the_standard_library(samples: list[float]) -> None:
+def test_the_median_is_that_of_the_standard_library(samples):
     assert stats.median(samples) == pytest.approx(statistics.median(samples), rel=1e-12, abs=1e-6)
 
 
-def test_percentiles_interpolate_between_neighbours() -> None:
+def test_percentiles_interpolate_between_neighbours():
     samples = [float(n) for n in range(101)]
     assert stats.percentile(samples, 99) == 99.0
     assert stats.percentile([1.0, 2.0], 25) == 1.25
@@ -27,7 +25,7 @@ def test_percentiles_interpolate_between_neighbours() -> None:
     assert stats.percentile([3.0, 1.0, 2.0], 100) == 3.0
 
 
-def test_mad_ignores_one_outlier_and_infinite_samples_stay_infinite() -> None:
+def test_mad_ignores_one_outlier_and_infinite_samples_stay_infinite():
     assert stats.mad([1.0, 1.0, 2.0, 2.0, 4.0, 6.0, 9.0]) == 1.0
     assert stats.mad([5.0, 5.0, 5.0, 1000.0]) == 0.0
     assert stats.median([math.inf, math.inf]) == math.inf
@@ -35,7 +33,7 @@ def test_mad_ignores_one_outlier_and_infinite_samples_stay_infinite() -> None:
     assert stats.percentile([0.1] * 3, 33) == 0.1, "no rounding between equal neighbours"
 
 
-def test_what_has_no_statistic_is_refused() -> None:
+def test_what_has_no_statistic_is_refused():
     for function in (stats.median, stats.mad):
         with pytest.raises(ValueError, match="no samples"):
             function([])
@@ -52,7 +50,7 @@ def test_what_has_no_statistic_is_refused() -> None:
     assert stats.median_interval([1.0, 2.0], confidence=0.5) == (1.0, 2.0)
 
 
-def test_a_nan_is_never_sorted_away() -> None:
+def test_a_nan_is_never_sorted_away():
     assert math.isnan(stats.median([1.0, math.nan, 3.0]))
     assert math.isnan(stats.mad([1.0, math.nan, 3.0]))
     assert math.isnan(stats.percentile([math.nan, 1.0], 0))
@@ -71,13 +69,13 @@ def test_a_nan_is_never_sorted_away() -> None:
         pytest.param([1.0, 2.0, 3.0], 1 / 3, id="just enough"),
     ],
 )
-def test_neighbours_that_resemble_each_other_are_seen(samples: list[float], correlation: float) -> None:
+def test_neighbours_that_resemble_each_other_are_seen(samples, correlation):
     assert stats.rank_correlation(samples) == pytest.approx(correlation, abs=0.06)
     assert stats.rank_correlation(samples) <= 0.95
 
 
 @pytest.mark.parametrize("samples", [[float(n) for n in range(12)], [float(n % 7) for n in range(50)]])
-def test_resemblance_only_widens_the_interval(samples: list[float]) -> None:
+def test_resemblance_only_widens_the_interval(samples):
     widths = []
     for correlation in (0.0, 0.2, 0.5, 0.9, 0.95):
         low, high = stats.median_interval(samples, correlation=correlation)
@@ -86,7 +84,7 @@ def test_resemblance_only_widens_the_interval(samples: list[float]) -> None:
     assert widths[-1] == max(samples) - min(samples)
 
 
-def test_of_an_odd_number_both_ends_move_from_the_middle_sample() -> None:
+def test_of_an_odd_number_both_ends_move_from_the_middle_sample():
     samples = [float(sample) for sample in range(1, 26)]
     assert stats.median_interval(samples) == (8.0, 18.0)
     # 5 ranks from the 13th, times 1.66.

@@ -1,19 +1,14 @@
 """Where the time of a test goes: what counts for which part, and what is recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
-from pathlib import Path
 
 import pytest
 import torchrun
-from sessions import Project
 
 from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.benchmarks.blocks import measure_rate
 from pytest_gpucluster.device.clock import ManualClock
-from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.metrics import time_budget
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.metrics.time_budget import LEDGER, MEASURING, OTHER, PARTS, VERIFYING, WARM_UP, Ledger, counted
@@ -22,26 +17,26 @@ from pytest_gpucluster.metrics.time_budget import LEDGER, MEASURING, OTHER, PART
 class Clock:
     """A clock that is set by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def ledger(clock: Clock) -> Ledger:
+def ledger(clock):
     ledger = Ledger(clock)
     ledger.open()
     return ledger
 
 
-def counted_in(ledger: Ledger) -> dict[str, float]:
+def counted_in(ledger):
     """The parts that took any time."""
     return {part: seconds for part, seconds in zip(PARTS, ledger.seconds(), strict=True) if seconds}
 
@@ -49,7 +44,7 @@ def counted_in(ledger: Ledger) -> dict[str, float]:
 # ---- the ledger --------------------------------------------------------------------------------------------------
 
 
-def test_of_nested_parts_the_innermost_counts_and_all_parts_are_the_whole(clock: Clock, ledger: Ledger) -> None:
+def test_of_nested_parts_the_innermost_counts_and_all_parts_are_the_whole(clock, ledger):
     clock.now += 1
     with ledger.part(MEASURING):
         clock.now += 10
@@ -61,7 +56,7 @@ def test_of_nested_parts_the_innermost_counts_and_all_parts_are_the_whole(clock:
     assert sum(ledger.seconds()) == clock.now - 100
 
 
-def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledger: Ledger) -> None:
+def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock, ledger):
     late = ledger.part(VERIFYING)
     with ledger.part(WARM_UP):
         late.__enter__()
@@ -72,7 +67,7 @@ def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledge
     assert counted_in(ledger) == {VERIFYING: 1, OTHER: 12}
 
 
-def test_between_tests_nothing_is_counted_and_attempts_are_one_sum(clock: Clock, ledger: Ledger) -> None:
+def test_between_tests_nothing_is_counted_and_attempts_are_one_sum(clock, ledger):
     clock.now += 1
     ledger.close()
     with ledger.part(MEASURING):
@@ -85,8 +80,8 @@ def test_between_tests_nothing_is_counted_and_attempts_are_one_sum(clock: Clock,
     assert counted_in(ledger) == {}
 
 
-def test_other_threads_change_nothing(clock: Clock, ledger: Ledger) -> None:
-    def elsewhere() -> None:
+def test_other_threads_change_nothing(clock, ledger):
+    def elsewhere():
         with ledger.part(VERIFYING):
             clock.now += 5
             ledger.move(VERIFYING, 5)
@@ -100,7 +95,7 @@ def test_other_threads_change_nothing(clock: Clock, ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "found"), [(3, {MEASURING: 7, VERIFYING: 3}), (99, {VERIFYING: 10})])
-def test_no_more_is_moved_than_there_was(clock: Clock, ledger: Ledger, seconds: float, found: dict[str, float]) -> None:
+def test_no_more_is_moved_than_there_was(clock, ledger, seconds, found):
     with ledger.part(MEASURING):
         clock.now += 10
         ledger.move(VERIFYING, seconds)
@@ -108,9 +103,7 @@ def test_no_more_is_moved_than_there_was(clock: Clock, ledger: Ledger, seconds: 
     assert counted_in(ledger) == found
 
 
-def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(
-    clock: Clock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(clock, ledger, monkeypatch):
     monkeypatch.setattr(time_budget, "LEDGER", ledger)
     with contextlib.suppress(RuntimeError), counted("measuring"):
         clock.now += 1
@@ -121,7 +114,7 @@ def test_a_part_that_raises_ends_and_a_misspelt_one_is_refused(
         counted("warmup")
 
 
-def test_the_most_of_any_rank_is_reported_with_the_first_rank_s() -> None:
+def test_the_most_of_any_rank_is_reported_with_the_first_rank_s():
     ranks = {2: [0.0, 1.0, 5.0, 0, 0, 0], 0: [0.5, 1.0, 4.0, 0, 2.0, 0], 1: [0.1, 1.0, 5.0, 0, 0, 0]}
     found = time_budget.summarize(ranks)
     assert list(found) == list(PARTS)
@@ -139,22 +132,22 @@ SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.2, longest_seconds=0.2
 class Work:
     """Operations on a device, and their verification: each takes what is planted, of the device and of the host."""
 
-    def __init__(self, device: ManualClock, host: Clock, *, awaits: bool) -> None:
+    def __init__(self, device, host, *, awaits):
         self._device, self._host = device, host
         self._awaits = awaits
         self.max_in_flight = 1 if awaits else 4
 
-    def start(self, index: int) -> None:
+    def start(self, index):
         self._device.advance(0.02)
         if not self._awaits:
             self._host.now += 0.02
 
-    def verify(self, done: range) -> None:
+    def verify(self, done):
         # Of work that the host has only enqueued it waits for the device, and takes no time else.
         self._host.now += 0.02 if self._awaits else 0.06 * len(done)
 
 
-def parts_of_a_rate(clock: Clock, monkeypatch: pytest.MonkeyPatch, *, awaits: bool) -> dict[str, float]:
+def parts_of_a_rate(clock, monkeypatch, *, awaits):
     monkeypatch.setattr(LEDGER, "_now", clock)
     monkeypatch.setattr(blocks, "perf_counter", clock)
     LEDGER.clear()
@@ -167,14 +160,14 @@ def parts_of_a_rate(clock: Clock, monkeypatch: pytest.MonkeyPatch, *, awaits: bo
     return found
 
 
-def test_a_rate_is_warm_up_measuring_and_verifying(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_is_warm_up_measuring_and_verifying(clock, monkeypatch):
     found = parts_of_a_rate(clock, monkeypatch, awaits=False)
     assert found[WARM_UP] >= 0.05
     assert found[MEASURING] >= 0.2
     assert found[VERIFYING] == pytest.approx(3 * (found[WARM_UP] + found[MEASURING]), rel=0.3)
 
 
-def test_waiting_for_the_device_is_no_verification(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_device_is_no_verification(clock, monkeypatch):
     found = parts_of_a_rate(clock, monkeypatch, awaits=True)
     assert found.get(VERIFYING, 0.0) < 0.5 * found[MEASURING]
     assert found[MEASURING] >= 0.19
@@ -228,7 +221,7 @@ def rank():
 """
 
 
-def require_parts(result: TestResult, *, ranks: int) -> None:
+def require_parts(result, *, ranks):
     """The parts of ``test_parts``, by how they stand to each other."""
     spent = result.spent
     assert list(spent) == list(PARTS)
@@ -242,7 +235,7 @@ def require_parts(result: TestResult, *, ranks: int) -> None:
         assert spent["measuring"].most_seconds - seconds["measuring"] > 1.0
 
 
-def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path: Path) -> None:
+def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path):
     files = {"test_it.py": SUITE + OF_TORCHRUN}
     run = torchrun.torchrun(
         tmp_path, files, timeouts="stuck=30", deadline=30.0, environment={"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
@@ -256,7 +249,7 @@ def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path: 
     assert quick.spent["measuring"].seconds == 0
 
 
-def test_one_process_reports_its_parts_also_of_a_test_that_fails(project: Project) -> None:
+def test_one_process_reports_its_parts_also_of_a_test_that_fails(project):
     project.suite(SUITE + OF_WORKERS + "\ndef test_bad(slow):\n    with counted('verifying'):\n        assert 0\n")
     left = project.run("-v")
     assert left.exit == 1, left.output

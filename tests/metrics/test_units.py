@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import re
 
@@ -44,7 +42,7 @@ PINNED = {
 }
 
 
-def test_every_unit_is_what_its_standard_says() -> None:
+def test_every_unit_is_what_its_standard_says():
     pinned = {
         symbol: (dimension, int(factor))
         for dimension, units_of_it in PINNED.items()
@@ -73,7 +71,7 @@ def test_every_unit_is_what_its_standard_says() -> None:
         ("  3\tGB ", 3.0, "GB"),
     ],
 )
-def test_a_quantity_is_a_number_and_a_unit(text: str, value: float, unit: str) -> None:
+def test_a_quantity_is_a_number_and_a_unit(text, value, unit):
     assert units.parse(text) == units.Quantity(value=value, unit=unit)
 
 
@@ -100,7 +98,7 @@ def test_a_quantity_is_a_number_and_a_unit(text: str, value: float, unit: str) -
         ("1e999 B", []),
     ],
 )
-def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text: str, named: list[str]) -> None:
+def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text, named):
     with pytest.raises(UnitError) as caught:
         units.parse(text)
     message = str(caught.value)
@@ -111,7 +109,7 @@ def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text: str, 
     assert message.count("did you mean") == (text != "3 parsec" and message.startswith("unknown unit"))
 
 
-def test_the_expected_unit_is_named_where_a_quantity_lacks_one_or_has_another_dimension() -> None:
+def test_the_expected_unit_is_named_where_a_quantity_lacks_one_or_has_another_dimension():
     with pytest.raises(UnitError, match="'380 TB/s'"):
         units.parse("380", like="TB/s")
     with pytest.raises(UnitError, match=r"GiB.*amount of data.*GB/s.*data rate"):
@@ -131,34 +129,34 @@ def test_the_expected_unit_is_named_where_a_quantity_lacks_one_or_has_another_di
         (5, "s", "us", 5e6),
     ],
 )
-def test_conversion_is_exact_where_it_can_be(value: float, source: str, target: str, expected: float) -> None:
+def test_conversion_is_exact_where_it_can_be(value, source, target, expected):
     assert units.convert(value, source, target) == expected
 
 
-def test_conversion_keeps_what_is_no_finite_number() -> None:
+def test_conversion_keeps_what_is_no_finite_number():
     assert math.isnan(units.convert(math.nan, "GB/s", "TB/s"))
     assert units.convert(-math.inf, "GB/s", "TB/s") == -math.inf
 
 
 @given(VALUES, SYMBOLS, SYMBOLS)
-def test_units_of_different_dimensions_never_convert(value: float, a: str, b: str) -> None:
+def test_units_of_different_dimensions_never_convert(value, a, b):
     assume(units.UNITS[a].dimension != units.UNITS[b].dimension)
     with pytest.raises(UnitError):
         units.convert(value, a, b)
 
 
 @given(VALUES, SYMBOLS)
-def test_every_number_in_every_unit_is_read_back(value: float, symbol: str) -> None:
+def test_every_number_in_every_unit_is_read_back(value, symbol):
     assert units.parse(f"{value!r} {symbol}") == units.Quantity(value=value, unit=symbol)
 
 
 @given(VALUES, SYMBOLS)
-def test_what_is_shown_is_read_back_to_four_digits(value: float, symbol: str) -> None:
+def test_what_is_shown_is_read_back_to_four_digits(value, symbol):
     assert units.parse(units.show(value, symbol)).value == pytest.approx(value, rel=6e-4, abs=1e-300)
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_a_quantity_or_a_unit_error(text: str) -> None:
+def test_any_text_is_a_quantity_or_a_unit_error(text):
     try:
         quantity = units.parse(text)
     except UnitError:
@@ -183,23 +181,23 @@ def test_any_text_is_a_quantity_or_a_unit_error(text: str) -> None:
         (math.nan, "nan GB/s"),
     ],
 )
-def test_values_are_shown_for_people(value: float, text: str) -> None:
+def test_values_are_shown_for_people(value, text):
     assert units.show(value, "GB/s") == text
 
 
-def test_a_value_just_under_its_limit_is_not_shown_as_equal_to_it() -> None:
+def test_a_value_just_under_its_limit_is_not_shown_as_equal_to_it():
     assert units.show_apart(399.9996, 400.0, "GB/s") == ("399.9996 GB/s", "400 GB/s")
     assert units.show_apart(312.44, 400.0, "GB/s") == ("312.4 GB/s", "400 GB/s")
     assert units.show_apart(400.0, 400.0, "GB/s") == ("400 GB/s", "400 GB/s")
 
 
 @given(VALUES)
-def test_even_neighbouring_numbers_are_shown_apart(value: float) -> None:
+def test_even_neighbouring_numbers_are_shown_apart(value):
     one, other = units.show_apart(value, math.nextafter(value, math.inf), "GB/s")
     assert one != other
 
 
-def test_a_name_that_is_not_allowed_is_refused_with_all_that_are_and_the_nearest() -> None:
+def test_a_name_that_is_not_allowed_is_refused_with_all_that_are_and_the_nearest():
     units.require_one_of("better", "lower", ["higher", "lower"])
     with pytest.raises(ValueError, match=r"better .*higher, lower, .*'lowr'.* 'lower'"):
         units.require_one_of("better", "lowr", ["higher", "lower"])
@@ -215,10 +213,10 @@ def test_a_name_that_is_not_allowed_is_refused_with_all_that_are_and_the_nearest
         ("", None),
     ],
 )
-def test_magnitudes_compare_quantities_and_bare_numbers(text: str, expected: object) -> None:
+def test_magnitudes_compare_quantities_and_bare_numbers(text, expected):
     assert units.magnitude(text) == expected
 
 
-def test_a_suggestion_is_the_nearest_allowed_word_or_nothing() -> None:
+def test_a_suggestion_is_the_nearest_allowed_word_or_nothing():
     assert units.did_you_mean("mim", ["min", "max"]) == "; did you mean 'min'?"
     assert units.did_you_mean("zzz", ["min", "max"]) == ""

@@ -1,14 +1,10 @@
 """What rank 0 holds does not grow with the samples of all ranks: the journal has them, and they are let go."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torchrun
-from sessions import Left, Project
 
 SUITE = """
 import pytest
@@ -54,7 +50,7 @@ def pytest_sessionfinish():
 """
 
 
-def assert_recorded(run: Left | torchrun.Run, ranks: int) -> None:
+def assert_recorded(run, ranks):
     """All samples of all ranks are in the journal, in the test that failed, too."""
     results = run.journal.results
     assert [result.outcome for result in results] == ["passed", "failed", "passed"]
@@ -63,7 +59,7 @@ def assert_recorded(run: Left | torchrun.Run, ranks: int) -> None:
         assert {rank: len(samples) for rank, samples in judged.samples.items()} == dict.fromkeys(range(ranks), 100)
 
 
-def test_samples_are_recorded_and_no_rank_holds_them(tmp_path: Path) -> None:
+def test_samples_are_recorded_and_no_rank_holds_them(tmp_path):
     run = torchrun.torchrun(tmp_path, {"test_it.py": SUITE, "conftest.py": HELD})
     assert_recorded(run, ranks=2)
     held = [json.loads(next(tmp_path.rglob(f"held-{rank}.json")).read_text()) for rank in (0, 1)]
@@ -73,7 +69,7 @@ def test_samples_are_recorded_and_no_rank_holds_them(tmp_path: Path) -> None:
         assert one["of tests"] == [0, 0, 0]
 
 
-def test_a_rank_alone_lets_them_go_too(project: Project) -> None:
+def test_a_rank_alone_lets_them_go_too(project):
     project.suite(SUITE, conftest=HELD)
     left = project.run_apart("-p", "no:randomly", forked=False)
     assert_recorded(left, ranks=1)
@@ -82,7 +78,7 @@ def test_a_rank_alone_lets_them_go_too(project: Project) -> None:
 
 
 @pytest.mark.parametrize("samples", [{}, {"0": [1.0, 2.0]}])
-def test_a_record_keeps_its_values_and_the_list_that_a_report_shares(samples: dict[str, list[float]]) -> None:
+def test_a_record_keeps_its_values_and_the_list_that_a_report_shares(samples):
     from pytest_gpucluster.journal.records import CollectedTest
     from pytest_gpucluster.journal.test_record import TestRecord
 

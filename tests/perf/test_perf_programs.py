@@ -3,8 +3,6 @@
 The soak is in test_soak_of_the_suite.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -32,7 +30,7 @@ finally:
     sys.path.remove(str(PERF))
 
 
-def run(script: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run(script, *words, **more):
     """Run a program."""
     return subprocess.run(
         [sys.executable, str(PERF / script), *words],
@@ -59,14 +57,14 @@ SMALL = {
 
 @pytest.mark.extended
 @pytest.mark.parametrize("script", SMALL)
-def test_a_program_runs_to_its_end_and_prints_a_table(script: str) -> None:
+def test_a_program_runs_to_its_end_and_prints_a_table(script):
     done = run(script, *SMALL[script])
     assert done.returncode in (0, 1), done.stdout + done.stderr  # so short it may miss its goal
     assert "Traceback" not in done.stderr
     assert re.search(r"\d", done.stdout)
 
 
-def test_every_program_is_among_the_tables() -> None:
+def test_every_program_is_among_the_tables():
     programs = {path.name for path in PERF.glob("*.py") if "parser_of(__doc__)" in path.read_text()}
     assert programs - {"tables.py"} == {script for script, *_ in tables.PROGRAMS.values()}
     assert set(SMALL) <= programs
@@ -89,7 +87,7 @@ JUDGED = [
 
 
 @of_each("row", JUDGED)
-def test_a_fault_is_found_and_named_and_no_other_part_accused(row) -> None:
+def test_a_fault_is_found_and_named_and_no_other_part_accused(row):
     case, code, messages, expected = row
     tests = [{"name": "test_hbm[copy]", "outcome": "failed", "message": message} for message in messages]
     found = simulate.judged(case, code, 20.0, tests)
@@ -98,7 +96,7 @@ def test_a_fault_is_found_and_named_and_no_other_part_accused(row) -> None:
     assert simulate.is_good({case: found}) is is_right
 
 
-def test_the_faults_of_a_day_are_others_the_next_day_and_all_have_their_turn() -> None:
+def test_the_faults_of_a_day_are_others_the_next_day_and_all_have_their_turn():
     names = set()
     for day in range(len(KINDS)):
         healthy, *faults = simulate.of_today(date(2026, 11, 27) + timedelta(day))
@@ -125,9 +123,7 @@ WRONG = [
 
 
 @of_each("wrong", WRONG, name=lambda wrong: " ".join(wrong[:2]))
-def test_wrong_arguments_are_usage_errors_that_name_what_is_allowed(
-    wrong: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_usage_errors_that_name_what_is_allowed(wrong, monkeypatch, capsys):
     program, word, expected = wrong
     monkeypatch.setattr(sys, "argv", [f"{program}.py", word])
     monkeypatch.syspath_prepend(str(PERF))
@@ -142,7 +138,7 @@ def test_wrong_arguments_are_usage_errors_that_name_what_is_allowed(
 
 # The largest ones; `make perf` makes all of them, of the whole run.
 @pytest.mark.parametrize("name", ["json", pytest.param("html", marks=pytest.mark.extended)])
-def test_a_report_of_1024_ranks_keeps_its_bounds(name: str, tmp_path: Path) -> None:
+def test_a_report_of_1024_ranks_keeps_its_bounds(name, tmp_path):
     path = example_runs.write_large(tmp_path / "large", criteria=1) / journal.JOURNAL_FILE
     cost = json.loads(run("reports.py", "--journal", str(path), "--one", name).stdout)
     # All criteria of a journal are never in memory at once, so that more of them hardly need more of it.

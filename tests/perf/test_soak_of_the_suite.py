@@ -1,7 +1,5 @@
 """perf/soak.py: ten rounds with faults drawn anew each time, and that each of its checks finds what it is for."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing.shared_memory
 import os

@@ -146,8 +146,6 @@ node-a:1:2 [0] NCCL INFO AllReduce: 64000 Bytes -> Algo RING proto LL channel{Lo
 """
 LOGS = {"sockets": SOCKETS, "unknown": "NCCL INFO something\n"}
 """Fault -> what NCCL has logged, on both nodes."""
-
-
 ENVIRONMENTS = {
     "right": {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "4"},
     "note": {"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABLE": "1"},

@@ -1,9 +1,5 @@
 """The example runs on disk and their pages, made once for all tests of reports."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import example_runs
 import pytest
 
@@ -12,13 +8,13 @@ from pytest_gpucluster.reports.html import page
 
 
 @pytest.fixture(scope="session")
-def example_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def example_folders(tmp_path_factory):
     """The folder of each example run, which no test may change."""
     return {name: example_runs.write(tmp_path_factory.mktemp(name), name) for name in example_runs.NAMES}
 
 
 @pytest.fixture(scope="session")
-def example_pages(example_folders: dict[str, Path]) -> dict[str, str]:
+def example_pages(example_folders):
     """``report.html`` of each example run."""
     return {
         name: page.render(journal.read(folder / journal.JOURNAL_FILE, keep_samples=False), folder=folder)

@@ -1,7 +1,5 @@
 """Failures by the place of their culprit, and the map of nodes and GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from each import of_each
@@ -18,7 +16,7 @@ from pytest_gpucluster.text import columns
 PER_NODE = 8
 
 
-def cluster(*results: TestResult, nodes: int = 3) -> Journal:
+def cluster(*results, nodes=3):
     places = [
         RankPlace(rank=rank, host=f"gpu-{node:02}", node_rank=node, gpu={"index": str(index)})
         for node in range(nodes)
@@ -29,14 +27,14 @@ def cluster(*results: TestResult, nodes: int = 3) -> Journal:
     return replace(Journal(run=run), cluster=Cluster(ranks=tuple(places)), results=results)
 
 
-def ended(name: str, *culprits: int, outcome: str = "failed") -> TestResult:
+def ended(name, *culprits, outcome="failed"):
     return TestResult(nodeid=f"t.py::test_{name}", outcome=outcome, message=name, culprits=culprits)
 
 
 MEASURED = (JudgedMetric(metric="hbm.copy.bandwidth", unit="B/s", status="passed", value=1.0),)
 FINE = replace(ended("fine", outcome="passed"), criterion="hbm", measurements=MEASURED)
 DEPLOYED = replace(FINE, criterion="connectivity")
-MAPS: dict[str, tuple[tuple[TestResult, ...], str]] = {
+MAPS = {
     "all is well": ((FINE,), "........ ........ ........"),
     "a GPU": ((FINE, ended("slow", 11)), "........ ...F.... ........"),
     "a lost rank": ((FINE, ended("lost", 2, outcome="error")), "..E..... ........ ........"),
@@ -59,21 +57,21 @@ MAPS: dict[str, tuple[tuple[TestResult, ...], str]] = {
 
 
 @of_each("case", list(MAPS))
-def test_the_map_marks_culprits_and_shows_nothing_as_healthy_that_is_unknown(case: str) -> None:
+def test_the_map_marks_culprits_and_shows_nothing_as_healthy_that_is_unknown(case):
     results, expected = MAPS[case]
     journal = cluster(*results)
     nodes = cluster_map(journal, outline(journal))
     assert " ".join("".join(gpu.mark for gpu in node.gpus) for node in nodes) == expected
 
 
-def test_a_gpu_has_its_failures_the_worst_place_first() -> None:
+def test_a_gpu_has_its_failures_the_worst_place_first():
     journal = cluster(FINE, ended("world", *range(24)), ended("slow", 11))
     gpu = cluster_map(journal, outline(journal))[1].gpus[3]
     assert [row.name for row in gpu.rows] == ["test_slow", "test_world"]
     assert [len(rows) for rows in failures_by_place(journal, outline(journal)).values()] == [2]
 
 
-def test_256_gpus_fit_a_screen_and_healthy_nodes_are_one_line() -> None:
+def test_256_gpus_fit_a_screen_and_healthy_nodes_are_one_line():
     journal = cluster(FINE, ended("slow", 11), nodes=32)
     nodes = list(merged_nodes(cluster_map(journal, outline(journal))))
     assert [node.name for node in nodes] == ["gpu-[00,02-31]", "gpu-01"]
@@ -88,7 +86,7 @@ def test_256_gpus_fit_a_screen_and_healthy_nodes_are_one_line() -> None:
     assert len(lines) <= 24
 
 
-def test_a_host_that_no_host_list_can_hold_is_named_all_the_same() -> None:
+def test_a_host_that_no_host_list_can_hold_is_named_all_the_same():
     journal = cluster(FINE, nodes=1)
     places = tuple(replace(place, host="a[b") for place in journal.ranks)
     odd = replace(journal, cluster=Cluster(ranks=places))
@@ -96,7 +94,7 @@ def test_a_host_that_no_host_list_can_hold_is_named_all_the_same() -> None:
 
 
 @of_each("name", NAMES)
-def test_every_rank_of_a_run_is_in_its_map(name: str) -> None:
+def test_every_rank_of_a_run_is_in_its_map(name):
     journal = journal_of(name)
     found = [gpu.place.rank for node in cluster_map(journal, outline(journal)) for gpu in node.gpus]
     assert sorted(found) == sorted(place.rank for place in journal.ranks)

@@ -1,45 +1,33 @@
 """``report.html`` in a browser: it sorts, finds, opens, prints, says nothing on the console, and nothing leaves it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import browser
 import example_runs
 import pytest
-
-if TYPE_CHECKING:
-    from selenium.webdriver import Chrome
-    from selenium.webdriver.remote.webelement import WebElement
 
 pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def chrome() -> Iterator[Chrome]:
+def chrome():
     with browser.browser() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def pages(example_folders: dict[str, Path], example_pages: dict[str, str]) -> dict[str, Path]:
+def pages(example_folders, example_pages):
     """Each page next to its journal."""
     for name, document in example_pages.items():
         (example_folders[name] / "report.html").write_text(document, encoding="utf-8")
     return {name: folder / "report.html" for name, folder in example_folders.items()}
 
 
-def find(chrome: Chrome, selector: str) -> list[WebElement]:
+def find(chrome, selector):
     return chrome.find_elements("css selector", selector)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", example_runs.NAMES)
-def test_a_page_writes_nothing_to_the_console_and_loads_nothing(
-    chrome: Chrome, pages: dict[str, Path], name: str
-) -> None:
+def test_a_page_writes_nothing_to_the_console_and_loads_nothing(chrome, pages, name):
     browser.open_file(chrome, pages[name])
     for button in find(chrome, "#open-all"):
         button.click()
@@ -47,7 +35,7 @@ def test_a_page_writes_nothing_to_the_console_and_loads_nothing(
     assert browser.requests(chrome) == [pages[name].as_uri()]
 
 
-def test_what_a_hostile_journal_brings_does_not_run(chrome: Chrome, pages: dict[str, Path]) -> None:
+def test_what_a_hostile_journal_brings_does_not_run(chrome, pages):
     browser.open_file(chrome, pages["hostile"])
     find(chrome, "#open-all")[0].click()
     # An alert that was open would make each of these an error.
@@ -56,9 +44,7 @@ def test_what_a_hostile_journal_brings_does_not_run(chrome: Chrome, pages: dict[
     assert "javascript:" not in {str(link.get_dom_attribute("href"))[:11] for link in find(chrome, "a")}
 
 
-def test_the_policy_stops_what_would_get_into_a_page_by_mistake(
-    chrome: Chrome, pages: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_policy_stops_what_would_get_into_a_page_by_mistake(chrome, pages, tmp_path):
     document = pages["accepted"].read_text(encoding="utf-8")
     planted = (
         "<script>window.ran = 1</script><p onclick='window.ran = 2' id='planted'>x</p>"
@@ -73,7 +59,7 @@ def test_the_policy_stops_what_would_get_into_a_page_by_mistake(
     assert browser.requests(chrome) == [(tmp_path / "planted.html").as_uri()]
 
 
-def test_a_row_opens_and_closes_by_click_key_and_address(chrome: Chrome, pages: dict[str, Path]) -> None:
+def test_a_row_opens_and_closes_by_click_key_and_address(chrome, pages):
     browser.open_file(chrome, pages["cluster"])
     below, toggle = find(chrome, "#c1 tr.more")[0], find(chrome, "#c1 .toggle")[0]
     assert not below.is_displayed()
@@ -87,7 +73,7 @@ def test_a_row_opens_and_closes_by_click_key_and_address(chrome: Chrome, pages: 
     assert find(chrome, "#c2 tr.more")[0].is_displayed()
 
 
-def test_without_scripts_everything_can_be_read(pages: dict[str, Path]) -> None:
+def test_without_scripts_everything_can_be_read(pages):
     with browser.browser(scripts=False) as chrome:
         browser.open_file(chrome, pages["cluster"])
         assert find(chrome, ".js") == []

@@ -1,7 +1,5 @@
 """``report.html`` as text: what stands in it, what is escaped, how large it gets."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -23,41 +21,41 @@ VOID = {"meta", "input", "br", "wbr", "path", "circle", "rect", "line", "use", "
 class Outline(HTMLParser):
     """Headings, texts, ids, links and scripts of a page; it complains where an element is not closed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.open: list[str] = []
-        self.headings: list[int] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
+        self.open = []
+        self.headings = []
+        self.elements = []
+        self.words = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if re.fullmatch("h[1-6]", tag):
             self.headings.append(int(tag[1]))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if tag not in VOID:
             assert self.open, f"</{tag}> closes nothing"
             assert self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if not self.open or self.open[-1] not in ("script", "style"):
             self.words.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return " ".join(" ".join(self.words).split())
 
-    def of(self, tag: str) -> list[dict[str, str | None]]:
+    def of(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def parsed(document: str) -> Outline:
+def parsed(document):
     outline = Outline()
     outline.feed(document)
     outline.close()
@@ -65,17 +63,17 @@ def parsed(document: str) -> Outline:
     return outline
 
 
-def run(**changes: object) -> Journal:
+def run(**changes):
     journal = Journal(run=Run(run_id="r", started_at="2026-11-21T09:00:00Z", device="cuda"))
-    return replace(journal, **changes)  # type: ignore[arg-type]
+    return replace(journal, **changes)
 
 
-def end(word: str, code: int, reason: str = "because") -> End:
+def end(word, code, reason="because"):
     return End(verdict=word, exit=code, reason=reason, at="2026-11-21T09:10:00Z")
 
 
 @of_each("name", example_runs.NAMES)
-def test_each_example_is_one_sound_document(example_pages: dict[str, str], name: str) -> None:
+def test_each_example_is_one_sound_document(example_pages, name):
     document = example_pages[name]
     assert document.startswith("<!DOCTYPE html>")
     parser = parsed(document)
@@ -93,9 +91,7 @@ def test_each_example_is_one_sound_document(example_pages: dict[str, str], name:
 
 
 @of_each("name", example_runs.NAMES)
-def test_nothing_is_loaded_and_the_policy_allows_this_script_and_style_alone(
-    example_pages: dict[str, str], name: str
-) -> None:
+def test_nothing_is_loaded_and_the_policy_allows_this_script_and_style_alone(example_pages, name):
     document = example_pages[name]
     parser = parsed(document)
     assert {"link", "img", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in parser.elements} == set()
@@ -116,7 +112,7 @@ def test_nothing_is_loaded_and_the_policy_allows_this_script_and_style_alone(
         assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
-def test_hostile_texts_are_text(example_pages: dict[str, str]) -> None:
+def test_hostile_texts_are_text(example_pages):
     document = example_pages["hostile"]
     parser = parsed(document)
     assert len(parser.of("script")) == 1
@@ -127,7 +123,7 @@ def test_hostile_texts_are_text(example_pages: dict[str, str]) -> None:
     assert len(document.encode()) < 500_000
 
 
-def test_every_control_character_and_change_of_direction_is_shown_wherever_it_comes_from() -> None:
+def test_every_control_character_and_change_of_direction_is_shown_wherever_it_comes_from():
     text = "".join(map(chr, range(0x20))) + "\x7f\x85\u202e\u2066\ud800"
     place = RankPlace(rank=0, host=text, gpu={"uuid": text, "index": text, text: text}, versions={text: text})
     limit = JudgedLimit(min=2.0, source=text, origin=text)
@@ -176,7 +172,7 @@ TONES = {
 
 
 @of_each("verdict", list(TONES))
-def test_only_an_acceptance_looks_like_one(verdict: tuple[str, int, bool]) -> None:
+def test_only_an_acceptance_looks_like_one(verdict):
     word, code, rehearsal = verdict
     heading = f"REHEARSAL, {word}" if rehearsal else word
     selection = word == "SELECTION PASSED"
@@ -188,14 +184,14 @@ def test_only_an_acceptance_looks_like_one(verdict: tuple[str, int, bool]) -> No
     assert ("Only a selection" in parsed(document).text) is selection
 
 
-def results_of(many: int, text: str) -> tuple[TestResult, ...]:
+def results_of(many, text):
     return tuple(
         TestResult(nodeid=f"a::b[{number}]", name=f"b[{number}]", outcome="failed", message="m", text=text)
         for number in range(many)
     )
 
 
-def test_many_long_failures_do_not_fill_a_page_and_what_is_left_out_is_stated() -> None:
+def test_many_long_failures_do_not_fill_a_page_and_what_is_left_out_is_stated():
     for many, text, left_out in ((400, "x" * 100_000, r"\d characters left"), (1600, "", "and 100 more")):
         document = page.render(run(results=results_of(many, text), end=end("REJECTED", 1)))
         assert len(document.encode()) < 2_000_000
@@ -203,7 +199,7 @@ def test_many_long_failures_do_not_fill_a_page_and_what_is_left_out_is_stated() 
         assert document.count('<tbody id="c') == min(many, 1500)
 
 
-def test_the_map_has_a_cell_for_each_gpu_and_what_failed_is_a_link(example_pages: dict[str, str]) -> None:
+def test_the_map_has_a_cell_for_each_gpu_and_what_failed_is_a_link(example_pages):
     document = parsed(example_pages["cluster"])
     cells = [(name, cell) for name, cell in document.elements if cell.get("class") == "gpu"]
     assert len(cells) == 16
@@ -216,7 +212,7 @@ def test_the_map_has_a_cell_for_each_gpu_and_what_failed_is_a_link(example_pages
     assert {cell["data-mark"] for _, cell in healthy.elements if cell.get("class") == "gpu"} == {"."}
 
 
-def test_a_node_has_the_values_of_its_gpus_their_telemetry_and_failures(example_pages: dict[str, str]) -> None:
+def test_a_node_has_the_values_of_its_gpus_their_telemetry_and_failures(example_pages):
     section = example_pages["cluster"].partition('<h2 id="nodes">')[2].partition("</section>")[0]
     summaries = re.findall(r"<summary>(.*?)</summary>", section)
     assert [text for text in summaries if "failures" in text] == ["gpu-01, with failures", "gpu-02, with failures"]

@@ -1,12 +1,8 @@
 """What the sections of ``report.html`` say, and where: about merged and compared runs, culprits, and advice."""
 
-from __future__ import annotations
-
 import html
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 from each import of_each
 
@@ -25,18 +21,18 @@ from pytest_gpucluster.session import isolation
 BASELINE = {"kind": "regressed", "rank": 3, "old": {"value": 781.0}, "change_ratio": -0.052, "why": "beyond noise"}
 
 
-def text_of(document: str) -> str:
+def text_of(document):
     shown = re.sub(r"<(script|style)>.*?</\1>", "", document, flags=re.DOTALL)
     return " ".join(html.unescape(re.sub("<[^>]*>", " ", shown)).split())
 
 
-def page_of(*results: TestResult, run: Run | None = None, **others: Any) -> str:
+def page_of(*results, run=None, **others):
     journal = Journal(run=run or Run(run_id="r", started_at="2026-11-21T09:00:00Z"), results=results, **others)
     return page.render(journal)
 
 
-def measured(**others: Any) -> TestResult:
-    fields: dict[str, Any] = {"status": "failed", "value": 740.0, "worst_rank": 1, "values": {0: 780.0, 1: 740.0}}
+def measured(**others):
+    fields = {"status": "failed", "value": 740.0, "worst_rank": 1, "values": {0: 780.0, 1: 740.0}}
     judged = JudgedMetric(metric="m.tflops", unit="TFLOPS", limit=JudgedLimit(min=700.0), **{**fields, **others})
     return TestResult(nodeid="a::b", name="b", outcome="failed", measurements=(judged,))
 
@@ -51,7 +47,7 @@ def measured(**others: Any) -> TestResult:
         ({"kind": "worse", "old": "<b>"}, "unknown; baseline: old must be a JSON object, found '<b>'; see the journal"),
     ],
 )
-def test_any_baseline_in_a_journal_is_shown_and_no_markup(case: tuple[dict[str, Any], str]) -> None:
+def test_any_baseline_in_a_journal_is_shown_and_no_markup(case):
     baseline, expected = case
     shown = text_of(page_of(measured(baseline=BASELINE)))
     assert "regressed: 781 TFLOPS before (-5.2 %) on rank 3" in shown
@@ -62,7 +58,7 @@ def test_any_baseline_in_a_journal_is_shown_and_no_markup(case: tuple[dict[str, 
     assert document.count("<script>") == 1
 
 
-def test_merged_runs_are_named_and_so_is_that_they_are_of_different_clusters() -> None:
+def test_merged_runs_are_named_and_so_is_that_they_are_of_different_clusters():
     runs = (
         MergedFrom(journal="/runs/1", sha256="ab12", run_id="first", verdict="REJECTED", exit=1),
         MergedFrom(journal="/runs/2", sha256="cd34", run_id="second", verdict="ACCEPTED", exit=0),
@@ -76,7 +72,7 @@ def test_merged_runs_are_named_and_so_is_that_they_are_of_different_clusters() -
     assert "Merged runs" not in page_of()
 
 
-def test_a_pass_after_a_failure_and_one_that_was_not_judged_say_so_in_their_row() -> None:
+def test_a_pass_after_a_failure_and_one_that_was_not_judged_say_so_in_their_row():
     attempts = (
         ("attempt 1", "failed: 585 TFLOPS"),
         ("attempt 2", "run second: passed"),
@@ -91,7 +87,7 @@ def test_a_pass_after_a_failure_and_one_that_was_not_judged_say_so_in_their_row(
 NAMES = {0: "gpu-01", 1: "gpu-02", 2: "gpu-03"}
 
 
-def searched(**changes: Any) -> dict[str, Any]:
+def searched(**changes):
     found = IsolationResult(
         culprits=(Culprit(units=(1,), kind="unit", failed=2, probes=3, evidence=("round 1, alone: 212 GB/s",)),),
         cleared=(0,),
@@ -103,13 +99,13 @@ def searched(**changes: Any) -> dict[str, Any]:
     return {**isolation.isolation_json(found, NAMES, seconds=12.3), **changes}
 
 
-def shown(**changes: Any) -> dict[str, Any]:
+def shown(**changes):
     values = search_values(isolation_of(searched(**changes)))
     assert values is not None
     return values
 
 
-def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends() -> None:
+def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends():
     search = shown()
     culprits = [(each["name"], each["failed_probes"]) for each in search["culprits"]]
     assert culprits == [("gpu-02", "failed 2 of 3 probes: intermittent")]
@@ -122,23 +118,23 @@ def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends() 
 GPU = Identity(host="gpu-02", index=3, uuid="GPU-1", serial="165", pci="00000000:5D:00.0")
 
 
-def finding(**changes: str) -> Finding:
+def finding(**changes):
     fields = {"code": "ecc.uncorrected", "found": "2 errors: since reboot", "allowed": "0", "remedy": "drain; reset"}
     return Finding(kind="hardware", gpu=GPU, **{**fields, **changes})
 
 
-def test_a_finding_of_the_health_criterion_is_split_as_it_writes_it() -> None:
+def test_a_finding_of_the_health_criterion_is_split_as_it_writes_it():
     text = f"{GPU}: ecc.uncorrected (hardware): 2 errors: since reboot; allowed: 0"
     assert advice_in([f"1 finding\n  {finding()}\nE   assert not findings"]) == [(text, "drain; reset")]
 
 
-def test_the_same_advice_stands_once_and_lines_of_source_code_are_none() -> None:
+def test_the_same_advice_stands_once_and_lines_of_source_code_are_none():
     text = f"{finding()}\nE       what to do: reboot\n>       raise Error('what to do: nothing')\nwhat to do: reboot"
     assert [remedy for _, remedy in advice_in([text, text])] == ["drain; reset", "reboot"]
     assert advice_in(["585 TFLOPS < 700 TFLOPS", "", "what to do:", "someone: x (hardware): half a finding"]) == []
 
 
-def test_a_hostile_text_takes_no_long_time_and_stays_bounded() -> None:
+def test_a_hostile_text_takes_no_long_time_and_stays_bounded():
     text = "\n".join(
         ["a: " * 5000 + "x (hardware): " + "; allowed: " * 2000, *(f"what to do: {i}" for i in range(900))]
     )
@@ -152,14 +148,14 @@ def test_a_hostile_text_takes_no_long_time_and_stays_bounded() -> None:
 NODEID = "acceptance/test_links.py::test_links[node]"
 
 
-def leave(folder: Path, *names: str) -> None:
+def leave(folder, *names):
     for name in names:
         path = folder / ARTIFACTS / artifacts_name(NODEID) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("1234567890" * 200)
 
 
-def test_files_of_a_test_are_linked_relative_to_the_page(tmp_path: Path) -> None:
+def test_files_of_a_test_are_linked_relative_to_the_page(tmp_path):
     leave(tmp_path, "matrix.json", "deeper/curve.csv")
     links, more = RunFiles(folder=tmp_path, page_folder=None).of_test(NODEID)
     name = artifacts_name(NODEID)
@@ -170,7 +166,7 @@ def test_files_of_a_test_are_linked_relative_to_the_page(tmp_path: Path) -> None
     assert (tmp_path / "pages" / links[0][1]).resolve() == tmp_path / ARTIFACTS / name / "matrix.json"
 
 
-def test_only_what_is_there_is_linked_and_links_out_of_the_run_are_not(tmp_path: Path) -> None:
+def test_only_what_is_there_is_linked_and_links_out_of_the_run_are_not(tmp_path):
     for folder in (None, tmp_path):
         files = RunFiles(folder=folder, page_folder=None)
         assert (files.of_test(NODEID), files.of_the_run()) == (([], ""), [])

@@ -1,7 +1,5 @@
 """The JUnit file: valid for Jenkins, honest at every moment, small at any number of ranks."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 

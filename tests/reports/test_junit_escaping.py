@@ -1,9 +1,5 @@
 """Whatever text a test, a rank or a driver comes up with: the JUnit file is valid, and a reader finds the text."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import junitparser
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -27,7 +23,7 @@ TEXT = SOME | NASTY
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def read_back(*lines: dict[str, Any], family: str = "xunit2", logging: str = "no") -> junitparser.TestSuite:
+def read_back(*lines, family="xunit2", logging="no"):
     """Render, hold the file against Jenkins' schema where it claims to follow it, and read it as a CI system does."""
     builder = JournalBuilder(keep_samples=False)
     builder.add({"type": "run", "schema_version": 1, "run_id": "r1", "started_at": "2026-01-02T03:04:05Z"})
@@ -40,15 +36,15 @@ def read_back(*lines: dict[str, Any], family: str = "xunit2", logging: str = "no
     return suite
 
 
-def finished(name: str = "test_a", outcome: str = "passed", **more: Any) -> dict[str, Any]:
+def finished(name="test_a", outcome="passed", **more):
     return {"type": "test", "nodeid": f"t.py::{name}", "classname": "t", "name": name, "outcome": outcome, **more}
 
 
-def properties(suite: junitparser.TestSuite) -> dict[str, str]:
+def properties(suite):
     return {each.name: each.value for each in suite.properties()}
 
 
-def case_of(suite: junitparser.TestSuite) -> junitparser.TestCase:
+def case_of(suite):
     return next(iter(suite))
 
 
@@ -59,7 +55,7 @@ def case_of(suite: junitparser.TestSuite) -> junitparser.TestCase:
 )
 @example(names=("]]>", "<&>\n\t\r", "k"), kind=("failed", "xunit2"), texts=("x" * 500, "]]>\x00\x1f", "", "", ""))
 @QUICK
-def test_all_that_a_testcase_says_is_read(names: Any, kind: tuple[str, str], texts: Any) -> None:
+def test_all_that_a_testcase_says_is_read(names, kind, texts):
     (name, classname, key), (outcome, family), (message, text, out, err, value) = names, kind, texts
     more = {
         "classname": classname,
@@ -83,9 +79,7 @@ def test_all_that_a_testcase_says_is_read(names: Any, kind: tuple[str, str], tex
 
 @given(key=TEXT, label=TEXT, why=TEXT, origin=TEXT, source=TEXT, transport=TEXT)
 @QUICK
-def test_a_measurement_is_one_line_whatever_its_labels_hold(
-    key: str, label: str, why: str, origin: str, source: str, transport: str
-) -> None:
+def test_a_measurement_is_one_line_whatever_its_labels_hold(key, label, why, origin, source, transport):
     judged = {
         "metric": "nccl.all_reduce.busbw",
         "unit": "GB/s",

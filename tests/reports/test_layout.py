@@ -1,7 +1,5 @@
 """Lines of a given width: nothing is wider, nothing is lost, nothing acts on a terminal."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from pytest_gpucluster.text import clean, columns, paragraph, shortened
 
 
 @given(text=st.text(max_size=300), width=st.integers(min_value=12, max_value=120))
-def test_no_line_is_wider_than_asked_for_and_no_word_is_lost(text: str, width: int) -> None:
+def test_no_line_is_wider_than_asked_for_and_no_word_is_lost(text, width):
     lines = paragraph(text, width, first="- ", rest="    ")
     assert max(map(columns, lines)) <= width
     joined = "".join(line[2 if number == 0 else 4 :] for number, line in enumerate(lines))
@@ -17,7 +15,7 @@ def test_no_line_is_wider_than_asked_for_and_no_word_is_lost(text: str, width: i
 
 
 @given(text=st.text(max_size=100))
-def test_a_clean_text_is_one_line_that_does_nothing_to_a_terminal(text: str) -> None:
+def test_a_clean_text_is_one_line_that_does_nothing_to_a_terminal(text):
     assert clean(text).isprintable()
     texts = {
         "\x1b[31mred": "#x1B[31mred",
@@ -30,7 +28,7 @@ def test_a_clean_text_is_one_line_that_does_nothing_to_a_terminal(text: str) -> 
 
 
 @given(text=st.text(max_size=60), most=st.integers(min_value=2, max_value=40))
-def test_a_shortened_text_fits_and_says_that_it_is_cut(text: str, most: int) -> None:
+def test_a_shortened_text_fits_and_says_that_it_is_cut(text, most):
     whole = clean(text)
     short = shortened(whole, most)
     assert columns(short) <= most

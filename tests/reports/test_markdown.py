@@ -1,7 +1,5 @@
 """The Markdown of a run: it fits where it goes, what is wrong comes first, and foreign text stays text."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 
@@ -16,24 +14,24 @@ GFM = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}
 
 
-def example(name: str) -> str:
+def example(name):
     return markdown.render(example_runs.journal_of(name))
 
 
 class Seen(HTMLParser):
     """What a reader of the page sees: its elements, and its text."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
-        self.elements: list[str] = []
+        self.elements = []
         self.text = ""
         self.feed(GFM.render(page))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append(tag)
         assert attrs == []
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
 
@@ -41,7 +39,7 @@ OURS = {"h2", "h3", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", 
 
 
 @of_each("name", example_runs.NAMES)
-def test_an_example_is_a_page_of_headings_and_tables_and_nothing_else(name: str) -> None:
+def test_an_example_is_a_page_of_headings_and_tables_and_nothing_else(name):
     page = example(name)
     assert set(Seen(page).elements) <= OURS
     assert len(page.encode()) < markdown.MOST_BYTES
@@ -50,7 +48,7 @@ def test_an_example_is_a_page_of_headings_and_tables_and_nothing_else(name: str)
             assert len({line.replace("\\|", "").count("|") for line in table.splitlines()}) == 1
 
 
-def test_only_an_accepted_run_has_the_mark_of_one() -> None:
+def test_only_an_accepted_run_has_the_mark_of_one():
     marks = {name: example(name).split()[1] for name in example_runs.NAMES}
     good = "\N{WHITE HEAVY CHECK MARK}"
     assert [name for name, mark in marks.items() if mark == good] == ["accepted"]
@@ -59,7 +57,7 @@ def test_only_an_accepted_run_has_the_mark_of_one() -> None:
 
 
 @of_each("rows", [100, 2000])
-def test_it_always_fits_and_says_how_much_was_left_out(rows: int) -> None:
+def test_it_always_fits_and_says_how_much_was_left_out(rows):
     tests = [
         {
             "type": "test",
@@ -93,5 +91,5 @@ def test_it_always_fits_and_says_how_much_was_left_out(rows: int) -> None:
         ("\\|", "\\\\\\|"),
     ],
 )
-def test_foreign_text_is_shown_and_does_nothing(case: tuple[str, str]) -> None:
+def test_foreign_text_is_shown_and_does_nothing(case):
     assert markdown.text(case[0], 100) == case[1]

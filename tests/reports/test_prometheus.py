@@ -1,11 +1,8 @@
 """metrics.prom: Prometheus takes it, nothing that is not known to be good is 1, and it stays small."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess
-from typing import Any
 
 import example_runs
 import pytest
@@ -14,24 +11,22 @@ from example_runs import read
 from programs import require_program
 from prometheus_client.parser import text_string_to_metric_families
 
-from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.reports import prometheus
 
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z", "device": "cuda"}
-Samples = dict[tuple[tuple[str, str], ...], float]
 
 
-def measured(metric: str = "hbm.copy.bandwidth", unit: str = "TB/s", **more: Any) -> dict[str, Any]:
+def measured(metric="hbm.copy.bandwidth", unit="TB/s", **more):
     return {"metric": metric, "unit": unit, "status": "passed", "value": 3.0, **more}
 
 
-def result(*measurements: dict[str, Any], nodeid: str = "t.py::a", outcome: str = "passed") -> dict[str, Any]:
+def result(*measurements, nodeid="t.py::a", outcome="passed"):
     return {"type": "test", "nodeid": nodeid, "outcome": outcome, "measurements": list(measurements)}
 
 
-def samples(found: Journal | str, name: str) -> Samples:
+def samples(found, name):
     """The samples of a metric by their labels, without those that are empty."""
     text = found if isinstance(found, str) else prometheus.render(found)
     values = {}
@@ -44,12 +39,12 @@ def samples(found: Journal | str, name: str) -> Samples:
     return values
 
 
-def one(found: Journal | str, name: str) -> float:
+def one(found, name):
     [value] = samples(found, name).values()
     return value
 
 
-def checked(text: str) -> str:
+def checked(text):
     """Return what Prometheus takes: gauges with a help, a name and labels in its letters, each series once."""
     seen = set()
     for family in text_string_to_metric_families(text):
@@ -68,7 +63,7 @@ def checked(text: str) -> str:
     return text
 
 
-def every_metric() -> str:
+def every_metric():
     limit = {"min": 1.0, "max": 5.0}
     every = [
         measured(metric.name, metric.unit, limit=limit, margin=0.5, median=3.0, values={"0": 3.0, "1": 3.1})
@@ -78,7 +73,7 @@ def every_metric() -> str:
 
 
 @of_each("name", example_runs.NAMES)
-def test_an_example_is_what_prometheus_takes_and_only_an_accepted_run_is_accepted(name: str) -> None:
+def test_an_example_is_what_prometheus_takes_and_only_an_accepted_run_is_accepted(name):
     found = example_runs.journal_of(name)
     text = checked(prometheus.render(found))
     assert one(text, "run_accepted") == (name == "accepted")
@@ -87,13 +82,13 @@ def test_an_example_is_what_prometheus_takes_and_only_an_accepted_run_is_accepte
     assert len(values) == len(VERDICTS)
 
 
-def test_any_metric_of_the_suite_is_what_prometheus_takes() -> None:
+def test_any_metric_of_the_suite_is_what_prometheus_takes():
     assert one(checked(every_metric()), "run_left_out_measurements") == 0
 
 
 @pytest.mark.extended
-def test_promtool_finds_nothing_to_say_and_does_speak_up() -> None:
-    def check(text: str) -> tuple[int, str]:
+def test_promtool_finds_nothing_to_say_and_does_speak_up():
+    def check(text):
         command = [require_program("promtool"), "check", "metrics"]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
@@ -104,7 +99,7 @@ def test_promtool_finds_nothing_to_say_and_does_speak_up() -> None:
     assert check("# HELP gpucluster_a_ms b\n# TYPE gpucluster_a_ms gauge\ngpucluster_a_ms 1\n")[0] == 3
 
 
-def test_a_run_that_was_cut_off_is_not_accepted_however_well_it_went() -> None:
+def test_a_run_that_was_cut_off_is_not_accepted_however_well_it_went():
     found = read(RUN, result(measured()))
     assert one(found, "run_accepted") == 0
     assert one(found, "run_exit_code") == 11
@@ -112,7 +107,7 @@ def test_a_run_that_was_cut_off_is_not_accepted_however_well_it_went() -> None:
 
 
 @of_each("outcome", ["failed", "error", "skipped"])
-def test_only_what_has_passed_is_passed(outcome: str) -> None:
+def test_only_what_has_passed_is_passed(outcome):
     collected = {"type": "collected", "tests": [{"nodeid": f"t.py::{name}"} for name in "abcd"]}
     start = {"type": "start", "nodeid": "t.py::c"}
     lines = [RUN, collected, result(nodeid="t.py::a"), result(nodeid="t.py::b", outcome=outcome), start]
@@ -125,7 +120,7 @@ def test_only_what_has_passed_is_passed(outcome: str) -> None:
 ODD_NAMES = [measured("site.scratch", "furlongs/fortnight"), measured("Größe", ""), measured("🐍", "")]
 
 
-def test_a_value_has_its_metric_unit_and_labels_as_labels() -> None:
+def test_a_value_has_its_metric_unit_and_labels_as_labels():
     [(key, value)] = samples(read(RUN, result(measured(labels={"size": "1 GB", "n": "2"}))), "measurement").items()
     labels = {"metric": "hbm.copy.bandwidth", "unit": "TB/s", "labels": "size=1 GB, n=2"}
     assert dict(key).items() >= labels.items()
@@ -135,7 +130,7 @@ def test_a_value_has_its_metric_unit_and_labels_as_labels() -> None:
         assert (dict(key)["metric"], dict(key).get("unit", "")) == (odd["metric"], odd["unit"])
 
 
-def test_the_gpu_that_is_to_blame_can_be_found() -> None:
+def test_the_gpu_that_is_to_blame_can_be_found():
     text = prometheus.render(example_runs.journal_of("cluster"))
     values = {dict(key)["rank"]: value for key, value in samples(text, "gpu_culprit_tests").items()}
     assert len(values) == 16
@@ -143,7 +138,7 @@ def test_the_gpu_that_is_to_blame_can_be_found() -> None:
     assert set(samples(example_runs.journal_of("accepted"), "gpu_culprit_tests").values()) == {0}
 
 
-def test_nan_stays_nan_and_a_value_that_is_missing_is_counted_as_left_out() -> None:
+def test_nan_stays_nan_and_a_value_that_is_missing_is_counted_as_left_out():
     bad = measured(status="error", value=math.nan)
     none = measured("hbm.read.bandwidth", status="error", value=None)
     found = read(RUN, result(bad, none, outcome="error"))
@@ -151,7 +146,7 @@ def test_nan_stays_nan_and_a_value_that_is_missing_is_counted_as_left_out() -> N
     assert one(found, "run_left_out_measurements") == 1
 
 
-def test_the_number_of_series_is_bounded_and_what_failed_is_kept() -> None:
+def test_the_number_of_series_is_bounded_and_what_failed_is_kept():
     many = [measured(labels={"size": str(size)}) for size in range(2 * prometheus.MOST_MEASUREMENTS)]
     failed = measured(status="failed", value=1.0, labels={"size": "last"})
     found = read(RUN, result(*many, failed, outcome="failed"))
@@ -164,11 +159,11 @@ def test_the_number_of_series_is_bounded_and_what_failed_is_kept() -> None:
 HOSTILE_LABELS = {"gpu": "mine", "a b": "1", "a-b": "2", "__name__": "x", "7": "y", "": "z", "Größe": "w"}
 
 
-def hostile_labels() -> str:
+def hostile_labels():
     return prometheus.render(read(RUN, result(measured(labels=HOSTILE_LABELS))))
 
 
-def test_labels_of_any_name_are_text_that_stays_bounded_and_apart() -> None:
+def test_labels_of_any_name_are_text_that_stays_bounded_and_apart():
     [labels] = samples(checked(hostile_labels()), "measurement")
     assert dict(labels)["labels"] == "gpu=mine, a b=1, a-b=2, __name__=x, 7=y, =z, Größe=w"
     flood = {f"k{number}": "v" for number in range(100)}
@@ -178,7 +173,7 @@ def test_labels_of_any_name_are_text_that_stays_bounded_and_apart() -> None:
     assert max(len(value) for key in values for _, value in key) <= 128
 
 
-def test_a_gpu_has_the_labels_of_dcgm_exporter() -> None:
+def test_a_gpu_has_the_labels_of_dcgm_exporter():
     for name in ("gpu_info", "gpu_culprit_tests", "measurement"):
         for labels in samples(example_runs.journal_of("cluster"), name):
             where = dict(labels)

@@ -1,9 +1,6 @@
 """Reports in a run's folder: all of them, or a word for each that is not there."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import example_runs
 import pytest
@@ -13,11 +10,11 @@ from pytest_gpucluster.reports import prometheus, registry
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     return example_runs.write(tmp_path / "run", "rehearsal")
 
 
-def test_every_report_of_a_run_is_written_next_to_its_journal(run: Path) -> None:
+def test_every_report_of_a_run_is_written_next_to_its_journal(run):
     found = journal.read(run / journal.JOURNAL_FILE, keep_samples=False)
     assert registry.write(found, run) == {}
     for kind in registry.OF_A_RUN:
@@ -26,9 +23,7 @@ def test_every_report_of_a_run_is_written_next_to_its_journal(run: Path) -> None
     assert [name for name in os.listdir(run) if name.startswith(".")] == []
 
 
-def test_a_report_that_trips_over_something_is_named_and_the_others_are_there(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_trips_over_something_is_named_and_the_others_are_there(run, monkeypatch):
     monkeypatch.setattr(prometheus, "render", lambda _: 1 / 0)
     missing = registry.write(journal.read(run / journal.JOURNAL_FILE, keep_samples=False), run)
     assert list(missing) == ["metrics.prom"]
@@ -37,7 +32,7 @@ def test_a_report_that_trips_over_something_is_named_and_the_others_are_there(
     assert not (run / "metrics.prom").exists()
 
 
-def test_a_report_that_cannot_be_written_is_named_and_what_was_there_stays(run: Path) -> None:
+def test_a_report_that_cannot_be_written_is_named_and_what_was_there_stays(run):
     (run / "metrics.prom" / "mine").mkdir(parents=True)
     [(name, why)] = registry.write(journal.read(run / journal.JOURNAL_FILE, keep_samples=False), run).items()
     assert (name, why.startswith("not written: ")) == ("metrics.prom", True)

@@ -1,19 +1,14 @@
 """results.json: it keeps its published schema, whatever the run; and it never makes a run look better than it was."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import example_runs
 import jsonschema
 from each import of_each
 from example_runs import read
 
-from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.reports import results_json
 from pytest_gpucluster.reports.results_json import results_schema
 
@@ -22,8 +17,8 @@ VALID = jsonschema.Draft7Validator(SCHEMA)
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}
 
 
-def document(found: Journal) -> Any:
-    def refuse(name: str) -> None:
+def document(found):
+    def refuse(name):
         raise AssertionError(f"{name} is no JSON")
 
     return json.loads(results_json.render(found), parse_constant=refuse)
@@ -38,7 +33,7 @@ MERGED = read(
 )
 
 
-def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def objects(schema, path=""):
     """Every schema within a schema, with where it stands."""
     yield path, schema
     for name, inner in schema.get("properties", {}).items():
@@ -49,7 +44,7 @@ def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[
 
 
 @of_each("name", example_runs.NAMES)
-def test_every_example_keeps_the_published_schema_and_is_ascii(name: str) -> None:
+def test_every_example_keeps_the_published_schema_and_is_ascii(name):
     found = example_runs.journal_of(name)
     VALID.validate(document(found))
     text = results_json.render(found)
@@ -57,7 +52,7 @@ def test_every_example_keeps_the_published_schema_and_is_ascii(name: str) -> Non
     assert "\x1b" not in text
 
 
-def test_the_schema_is_closed_and_describes_each_key() -> None:
+def test_the_schema_is_closed_and_describes_each_key():
     assert results_schema() == SCHEMA
     for path, schema in objects(SCHEMA):
         assert schema.get("description"), path
@@ -66,7 +61,7 @@ def test_the_schema_is_closed_and_describes_each_key() -> None:
             assert schema["required"] == list(schema["properties"]), path
 
 
-CHANGES: list[tuple[tuple[Any, ...], Any]] = [
+CHANGES = [
     (("verdict", "word"), None),
     (("verdict", "accepted"), "yes"),
     (("tests", 0, "measurements"), None),
@@ -78,7 +73,7 @@ CHANGES: list[tuple[tuple[Any, ...], Any]] = [
 
 
 @of_each("change", CHANGES)
-def test_the_schema_refuses_what_is_not_as_it_says(change: tuple[tuple[Any, ...], Any]) -> None:
+def test_the_schema_refuses_what_is_not_as_it_says(change):
     (*places, key), value = change
     results = inner = document(example_runs.journal_of("cluster"))
     for place in places:
@@ -87,7 +82,7 @@ def test_the_schema_refuses_what_is_not_as_it_says(change: tuple[tuple[Any, ...]
     assert not VALID.is_valid(results)
 
 
-def test_what_json_lacks_is_text() -> None:
+def test_what_json_lacks_is_text():
     judged = {
         "metric": "hbm.copy.bandwidth",
         "unit": "TB/s",
@@ -103,7 +98,7 @@ def test_what_json_lacks_is_text() -> None:
     assert measured["interval"] == ["-Infinity", "Infinity"]
 
 
-def test_a_run_that_never_came_to_a_test_has_nothing_made_up() -> None:
+def test_a_run_that_never_came_to_a_test_has_nothing_made_up():
     results = document(read(RUN))
     VALID.validate(results)
     assert (results["verdict"]["word"], results["verdict"]["accepted"], results["tests"]) == ("BROKEN", False, [])
@@ -123,7 +118,7 @@ def test_a_run_that_never_came_to_a_test_has_nothing_made_up() -> None:
         {"cleared": {"0": 1}, "undecided": [None, {}], "why_undecided": None, "reproduced": "yes"},
     ],
 )
-def test_an_isolation_of_another_form_breaks_nothing_and_names_no_culprit(isolation: dict[str, Any]) -> None:
+def test_an_isolation_of_another_form_breaks_nothing_and_names_no_culprit(isolation):
     results = document(read(RUN, {"type": "test", "nodeid": "t.py::a", "outcome": "failed", "isolation": isolation}))
     VALID.validate(results)
     found = results["tests"][0]["isolation"]
@@ -131,7 +126,7 @@ def test_an_isolation_of_another_form_breaks_nothing_and_names_no_culprit(isolat
     assert [name for culprit in found["culprits"] for name in culprit["names"]] == []
 
 
-def test_a_merged_run_and_a_baseline_are_reported() -> None:
+def test_a_merged_run_and_a_baseline_are_reported():
     results = document(MERGED)
     VALID.validate(results)
     assert [each["verdict"] for each in results["run"]["merged_from"]] == ["BROKEN"]

@@ -1,11 +1,8 @@
 """What every report is made from: which number stands for a test, and how long a run took."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
 
 from each import of_each
 
@@ -23,7 +20,7 @@ PASSED = JudgedMetric(
 )
 
 
-def judged(metric: str, **changes: Any) -> JudgedMetric:
+def judged(metric, **changes):
     return replace(PASSED, metric=metric, **changes)
 
 
@@ -31,8 +28,7 @@ MOST = JudgedLimit(max=1.0)
 VERIFIED = judged("ddp.verified", unit="%", value=100.0, limit=JudgedLimit(min=100.0), margin=0.0)
 FINDINGS = judged("gpu.findings", unit="findings", value=0.0, limit=JudgedLimit(max=0.0), margin=0.0)
 
-
-HEADLINES: dict[str, tuple[list[JudgedMetric], str | None]] = {
+HEADLINES = {
     "nothing": ([], None),
     "the least margin": ([judged("a", margin=0.2), judged("b", margin=0.1)], "b"),
     "a miss wins": ([judged("a", margin=0.1), judged("b", status="failed", margin=-0.1)], "b"),
@@ -71,13 +67,13 @@ HEADLINES: dict[str, tuple[list[JudgedMetric], str | None]] = {
 
 
 @of_each("case", list(HEADLINES))
-def test_the_headline_is_what_decides(case: str) -> None:
+def test_the_headline_is_what_decides(case):
     measurements, metric = HEADLINES[case]
     found = headline(measurements)
     assert (None if found is None else found.metric) == metric
 
 
-def test_what_equals_its_limit_without_scatter_is_no_near_miss() -> None:
+def test_what_equals_its_limit_without_scatter_is_no_near_miss():
     whole = [VERIFIED, FINDINGS, judged("share", unit="ratio", value=1.0, limit=JudgedLimit(min=1.0))]
     whole.append(judged("ports", unit="ports", value=8.0, limit=JudgedLimit(min=8.0)))
     others = [
@@ -88,7 +84,7 @@ def test_what_equals_its_limit_without_scatter_is_no_near_miss() -> None:
     assert [is_whole(one) for one in (*whole, *others)] == [True] * 4 + [False] * 3
 
 
-def test_every_criterion_has_a_group() -> None:
+def test_every_criterion_has_a_group():
     from pytest_gpucluster.config.workload import CRITERIA
 
     groups = {name: Row(nodeid="a", name="a", outcome="passed", criterion=name).group for name in CRITERIA}
@@ -102,17 +98,17 @@ def test_every_criterion_has_a_group() -> None:
 BEGAN = "2026-11-21T09:00:00+00:00"
 
 
-def journal(**changes: object) -> Journal:
-    return replace(Journal(run=Run(run_id="x", started_at=BEGAN)), **changes)  # type: ignore[arg-type]
+def journal(**changes):
+    return replace(Journal(run=Run(run_id="x", started_at=BEGAN)), **changes)
 
 
-def test_a_time_is_read_with_its_zone_and_else_is_utc() -> None:
+def test_a_time_is_read_with_its_zone_and_else_is_utc():
     assert moment("2026-11-21T09:00:00z") == datetime(2026, 11, 21, 9, tzinfo=timezone.utc)
     assert moment("2026-11-21T09:00:00") == datetime(2026, 11, 21, 9, tzinfo=timezone.utc)
     assert moment("yesterday") is None
 
 
-def test_a_run_lasts_until_its_end_or_the_last_that_is_known() -> None:
+def test_a_run_lasts_until_its_end_or_the_last_that_is_known():
     assert run_seconds(journal(end=End(verdict="BROKEN", exit=11, at="2026-11-21T09:01:00Z"))) == 60
     result = TestResult(nodeid="a", outcome="passed", started_at="2026-11-21T09:00:10Z", duration_seconds=7)
     assert run_seconds(journal(results=(result,))) == 17
@@ -128,7 +124,7 @@ def test_a_run_lasts_until_its_end_or_the_last_that_is_known() -> None:
         for began in (BEGAN, "9999-12-31T23:59:59-14:00", "0001-01-01T00:00:00+14:00", "")
     ],
 )
-def test_no_time_of_a_test_breaks_a_report(case: tuple[str, float]) -> None:
+def test_no_time_of_a_test_breaks_a_report(case):
     began, seconds = case
     tests = tuple(
         TestResult(nodeid=name, outcome="passed", started_at=began, duration_seconds=each)
@@ -141,14 +137,14 @@ def test_no_time_of_a_test_breaks_a_report(case: tuple[str, float]) -> None:
         assert render(kind, strange)
 
 
-def test_a_minute_is_never_sixty_seconds_and_what_is_no_duration_is_unknown() -> None:
+def test_a_minute_is_never_sixty_seconds_and_what_is_no_duration_is_unknown():
     assert {duration_text(seconds) for seconds in (math.nan, math.inf, -1.0, 1e300)} == {"unknown"}
     assert duration_text(59.96) == "1 min 0 s"
     assert duration_text(3599.7) == "1 h 0 min"
 
 
-def test_the_parts_of_a_test_are_shown_if_all_are_known() -> None:
-    def text(*seconds: float) -> str:
+def test_the_parts_of_a_test_are_shown_if_all_are_known():
+    def text(*seconds):
         values = [*seconds, *[0.0] * (len(PARTS) - len(seconds))] if seconds else []
         spent = {part: PartOfTime(seconds=each) for part, each in zip(PARTS, values, strict=False)}
         return time_text(TestResult(nodeid="a", outcome="passed", spent=spent))

@@ -1,10 +1,7 @@
 """Values, limits, ranks, telemetry and culprits as text: how sure a value is, and what explains it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,8 +42,7 @@ BUSBW = JudgedMetric(
     telemetry={0: FAST, 3: SLOW},
 )
 
-
-QUANTITIES: dict[tuple[float | None, float | None], str] = {
+QUANTITIES = {
     (5e-05, None): "0.00005 GB/s",
     (1e-9, None): "1e-09 GB/s",
     (0.0, None): "0 GB/s",
@@ -59,14 +55,14 @@ QUANTITIES: dict[tuple[float | None, float | None], str] = {
 }
 
 
-def test_a_value_has_the_digits_that_distinguish_it_from_its_limit() -> None:
+def test_a_value_has_the_digits_that_distinguish_it_from_its_limit():
     assert {key: tables.quantity(key[0], "GB/s", compared_with=key[1]) for key in QUANTITIES} == QUANTITIES
     assert tables.quantity(math.nan, "GB/s") == "NaN GB/s"
 
 
 INTERVAL = "442.1 GB/s, 95 % interval 440.2 to 443.9"
 LIMITS = "limit >= 400 GB/s, margin +10.1 %, 98 % of peak, worst rank 3"
-TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+TEXTS = {
     "a sure value": ({}, f"{INTERVAL} ({LIMITS})"),
     "without interval and peak": (
         {"interval": None, "peak_ratio": None},
@@ -105,12 +101,12 @@ TEXTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_measurement_has_its_interval() -> None:
+def test_a_measurement_has_its_interval():
     found = {name: tables.measurement_text(replace(BUSBW, **changes)) for name, (changes, _) in TEXTS.items()}
     assert found == {name: text for name, (_, text) in TEXTS.items()}
 
 
-def test_a_limit_shows_all_that_it_demands() -> None:
+def test_a_limit_shows_all_that_it_demands():
     limits = {
         ">= 400 GB/s, over NET/IB": JudgedLimit(min=400.0, expect_transport=("NET/IB",)),
         "<= 400 GB/s, over NET/IB or P2P": JudgedLimit(max=400.0, expect_transport=("NET/IB", "P2P")),
@@ -134,7 +130,7 @@ def test_the_worst_rank_comes_first_by_its_interval_or_where_nothing_is_allowed_
     assert rows[-3:] == ["  rank 1: 3 findings", "  rank 2: 1 findings", "  rank 0: 0 findings"]
 
 
-STOPPED: dict[str, tuple[dict[str, Any], str]] = {
+STOPPED = {
     "sure": ({"by": "interval", "seconds": 3.012}, "precise after 12 samples in 3.01 s: interval 0.62 %, allowed 1 %"),
     "time up, in the extension": (
         {"by": "time", "seconds": 20.0, "width_ratio": 0.29, "extended": True},
@@ -147,7 +143,7 @@ STOPPED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_why_sampling_stopped_is_shown() -> None:
+def test_why_sampling_stopped_is_shown():
     fields = {"samples": 12, "width_ratio": 0.0062, "allowed_ratio": 0.01}
     found = {
         name: stopped_text(JudgedMetric(metric="m", stopped=Stopped(**{**fields, **more})))
@@ -173,9 +169,8 @@ JOURNAL = Journal(
     run=Run(run_id="1", started_at="", world_size=8), cluster=Cluster(ranks=(PLACE, RankPlace(rank=4, host="gpu-07")))
 )
 
-
 UNLIMITED = {"limit": None, "margin": None}
-HEADLINES: dict[str, dict[str, Any]] = {
+HEADLINES = {
     "482.1 >= 440 GB/s, +9.6 %": {},
     "439.9996 < 440 GB/s, -0.0 %": {"value": 439.9996, "status": "failed", "margin": -1e-6},
     "no value, >= 440 GB/s": {"value": None, "status": "error", "margin": None},
@@ -194,12 +189,12 @@ HEADLINES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_headline_is_the_number_that_decides_the_limit_and_the_margin_between_them() -> None:
+def test_the_headline_is_the_number_that_decides_the_limit_and_the_margin_between_them():
     assert {headline_text(replace(MEASURED, **changes)): changes for changes in HEADLINES.values()} == HEADLINES
     assert value_text(replace(MEASURED, interval=(480.0, 484.0))) == "482.1 GB/s (at least 480)"
 
 
-def failed(reason: str, *, why: str = "", culprits: tuple[int, ...] = (3,)) -> TestResult:
+def failed(reason, *, why="", culprits=(3,)):
     judged = replace(MEASURED, status="failed", value=301.0, margin=-0.31, reason=reason)
     return TestResult(
         nodeid="t.py::test_it", outcome="failed", message=why or reason, measurements=(judged,), culprits=culprits
@@ -207,8 +202,6 @@ def failed(reason: str, *, why: str = "", culprits: tuple[int, ...] = (3,)) -> T
 
 
 MISSED = "nccl.all_reduce.busbw 301 GB/s < 440 GB/s (size=1 GB)"
-
-
 ON_3 = "on rank 3 (gpu-07, GPU 3 GPU-1f2e3d4c…)"
 ALL = tuple(range(16))
 FAILURES = {
@@ -232,12 +225,12 @@ FAILURES = {
 }  # fmt: skip
 
 
-def test_a_failure_is_where_and_what_in_one_line() -> None:
+def test_a_failure_is_where_and_what_in_one_line():
     assert {failure_text(row_of(result), JOURNAL): result for result in FAILURES.values()} == FAILURES
     assert failure_text(row_of(failed(MISSED)), None) == MISSED  # nothing is known of the cluster
 
 
-def test_a_carrier_that_the_limit_does_not_allow_is_named() -> None:
+def test_a_carrier_that_the_limit_does_not_allow_is_named():
     limit = JudgedLimit(min=440.0, expect_transport=("NET/IB",))
     (judged,) = failed(MISSED).measurements
     slow = replace(judged, limit=limit, labels={"transport": "NET/Socket"})
@@ -245,7 +238,7 @@ def test_a_carrier_that_the_limit_does_not_allow_is_named() -> None:
     assert text.endswith("-31.0 %, over NET/Socket and not NET/IB")
 
 
-def test_what_explains_a_failure_and_what_to_do_follow_it() -> None:
+def test_what_explains_a_failure_and_what_to_do_follow_it():
     hot = {"throttle": ["hw_thermal"], "throttle_share": {"hw_thermal": 0.62}}
     result = replace(failed(MISSED), text="a\nx; what to do: drain it\nwhat to do: drain it", telemetry={3: hot})
     assert advice(row_of(result)) == ["HW thermal slowdown 62 % of the time", "what to do: drain it"]
@@ -262,11 +255,9 @@ READINGS = {
     "throttle": (("sw_power_cap",), ("hw_thermal",)),
 }
 SEEN = telemetry.summary(READINGS, seconds=3.0, not_available={})
-
-
 CLOCK = "sm clock 1755 MHz (1740 to 1980)"
 HELD = {"hw_thermal": 0.62, "sw_power_cap": 1.0}
-LINES: dict[str, dict[str, Any]] = {
+LINES = {
     f"{CLOCK}, memory clock 2619 MHz, 698 W, 67 degC (61 to 70), utilisation 99 % (99 to 100), "
     "throttle: sw_power_cap, hw_thermal": SEEN,
     "sm clock 1200 of 1980 MHz": {"sm_clock_mhz": [1200] * 3, "sm_clock_max_mhz": 1980, "samples": 3},
@@ -291,11 +282,11 @@ LINES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_was_seen_is_one_line() -> None:
+def test_what_was_seen_is_one_line():
     assert {telemetry_text(telemetry): telemetry for telemetry in LINES.values()} == LINES
 
 
-def test_of_a_whole_test_a_culprit_is_shown_or_else_the_most_conspicuous_rank() -> None:
+def test_of_a_whole_test_a_culprit_is_shown_or_else_the_most_conspicuous_rank():
     by_rank = {rank: {"temperature_celsius": [50, 50, 50 + rank], "throttle": []} for rank in range(4)}
     assert telemetry_of_test(by_rank) == "rank 3: 50 degC (50 to 53), no throttle"
     assert telemetry_of_test(by_rank, culprits=[9, 1]) == "rank 1: 50 degC (50 to 51), no throttle"
@@ -309,13 +300,12 @@ JSON = st.recursive(
     max_leaves=5,
 )
 
-
 KEYS = [*telemetry.QUERIES, *telemetry.CARD_QUERIES, "not_available", "seconds", "notes", "throttle_share", "counters"]
 KEYS += ["counter_notes", "counters_not_available"]
 
 
 @given(st.dictionaries(st.sampled_from(KEYS) | st.text(), JSON))
-def test_whatever_another_version_sends_is_shown_on_one_line(telemetry: dict[str, Any]) -> None:
+def test_whatever_another_version_sends_is_shown_on_one_line(telemetry):
     text = telemetry_text(telemetry)
     assert len(text.splitlines()) <= 1
     assert len(clock_text(telemetry).splitlines()) <= 1

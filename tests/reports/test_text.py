@@ -1,10 +1,7 @@
 """A run as plain text: the header, the summary, and that no line is too wide."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from typing import Any
 
 from each import of_each
 from example_runs import NAMES, journal_of
@@ -17,7 +14,7 @@ from pytest_gpucluster.text import columns
 
 
 @of_each("name", NAMES)
-def test_no_line_is_wider_and_none_acts_on_a_terminal(name: str) -> None:
+def test_no_line_is_wider_and_none_acts_on_a_terminal(name):
     for width in (80, 132, 200):
         for verbosity in (-1, 0, 1):
             for line in render(journal_of(name), width=width, verbosity=verbosity).splitlines():
@@ -26,7 +23,7 @@ def test_no_line_is_wider_and_none_acts_on_a_terminal(name: str) -> None:
                 assert line == line.rstrip(), (width, verbosity)
 
 
-def test_quiet_is_what_failed_where_the_reports_lie_and_the_verdict() -> None:
+def test_quiet_is_what_failed_where_the_reports_lie_and_the_verdict():
     reports = [("journal", "run/journal.jsonl"), ("JUnit", "r.xml")]
     text = render(journal_of("cluster"), verbosity=-1, reports=reports)
     assert not re.search(" OK |skipped +1|gpucluster: ", text)
@@ -37,7 +34,7 @@ def test_quiet_is_what_failed_where_the_reports_lie_and_the_verdict() -> None:
         assert "REHEARSAL" in render(journal_of(name), verbosity=-1).split("\n\n")[-1]
 
 
-def test_a_healthy_run_is_a_line_for_each_group_with_its_tightest_margin() -> None:
+def test_a_healthy_run_is_a_line_for_each_group_with_its_tightest_margin():
     text = render(journal_of("accepted"))
     assert len(text.splitlines()) <= 24
     lines = [line for line in text.splitlines() if re.match("node|fabric|training", line)]
@@ -48,7 +45,7 @@ def test_a_healthy_run_is_a_line_for_each_group_with_its_tightest_margin() -> No
     ]
 
 
-def test_a_failing_run_has_each_culprit_once_with_what_explains_it_and_the_groups_list_what_failed() -> None:
+def test_a_failing_run_has_each_culprit_once_with_what_explains_it_and_the_groups_list_what_failed():
     text = render(journal_of("cluster"))
     head, groups, *_ = text.partition("gpucluster profile")[2].split("\n\n")[1:]
     places = [line.partition(":")[0] for line in head.splitlines() if not line.startswith(" ")]
@@ -66,7 +63,7 @@ def test_a_failing_run_has_each_culprit_once_with_what_explains_it_and_the_group
     assert head.splitlines()[3].endswith(", and 2 more")
 
 
-def test_what_many_places_miss_is_bounded() -> None:
+def test_what_many_places_miss_is_bounded():
     failed = [
         TestResult(nodeid=f"t.py::test_{rank}", outcome="failed", message="x", culprits=(rank,)) for rank in range(9)
     ]
@@ -76,16 +73,16 @@ def test_what_many_places_miss_is_bounded() -> None:
     assert "FAILED  8" in render(run_of(*failed), verbosity=1)
 
 
-def run_of(*results: TestResult, **changes: object) -> Journal:
+def run_of(*results, **changes):
     return replace(Journal(run=Run(run_id="1", started_at="")), results=results, **changes)
 
 
-def passed(number: int, **changes: object) -> TestResult:
-    return TestResult(nodeid=f"t.py::test_{number}", outcome="passed", **changes)  # type: ignore[arg-type]  # any field
+def passed(number, **changes):
+    return TestResult(nodeid=f"t.py::test_{number}", outcome="passed", **changes)
 
 
-def test_what_makes_a_run_incomplete_stands_out() -> None:
-    def skipped(name: str, **changes: Any) -> TestResult:
+def test_what_makes_a_run_incomplete_stands_out():
+    def skipped(name, **changes):
         return TestResult(nodeid=f"t.py::test_{name}", outcome="skipped", message=f"no {name}", **changes)
 
     journal = run_of(
@@ -110,7 +107,7 @@ def test_what_makes_a_run_incomplete_stands_out() -> None:
     assert "required" not in render(run_of(skipped("plain")))
 
 
-def test_a_reason_is_shown_once_and_never_cut() -> None:
+def test_a_reason_is_shown_once_and_never_cut():
     why = "give the weights and the data: " + "a " * 60 + "last."
     tests = [
         TestResult(nodeid=f"t.py::test_{name}", outcome="skipped", message=why, criterion=name, applicable=name == "a")
@@ -123,7 +120,7 @@ def test_a_reason_is_shown_once_and_never_cut() -> None:
     )
 
 
-def test_nothing_measured_and_nothing_collected_is_still_a_verdict() -> None:
+def test_nothing_measured_and_nothing_collected_is_still_a_verdict():
     assert render(run_of()).splitlines()[-1].startswith("BROKEN, exit code 11: ")
     cut = run_of(running=Started(nodeid="t.py::test_b"), collected=(CollectedTest(nodeid="t.py::test_c"),))
     text = render(cut)
@@ -135,14 +132,14 @@ H100 = {"index": "0", "uuid": "GPU-1", "name": "NVIDIA H100 80GB HBM3"}
 VERSIONS = {"torch": "2.5.1", "cuda": "12.4", "nccl": "2.21.5", "driver": "550.54.15", "python": "3.11.7"}
 
 
-def ranks(nodes: int, each: int) -> list[RankPlace]:
+def ranks(nodes, each):
     return [
         RankPlace(rank=number, host=f"gpu-{number // each}", node_rank=number // each, gpu=H100, versions=VERSIONS)
         for number in range(nodes * each)
     ]
 
 
-def test_nodes_and_gpus_that_differ_are_counted() -> None:
+def test_nodes_and_gpus_that_differ_are_counted():
     odd = RankPlace(rank=4, host="gpu-9", node_rank=2, gpu={**H100, "name": "NVIDIA A100"}, versions={"torch": "2.4.0"})
     limits, run = LimitsInForce(sku="H100 SXM"), Run(run_id="1", started_at="", world_size=5)
     assert cluster_text(Journal(run=run, cluster=Cluster(ranks=(*ranks(2, 2), odd)), limits=limits)) == (
@@ -151,8 +148,8 @@ def test_nodes_and_gpus_that_differ_are_counted() -> None:
     )
 
 
-def test_the_limits_in_force_are_shown_with_their_files() -> None:
-    def text(limits: LimitsInForce | None) -> str:
+def test_the_limits_in_force_are_shown_with_their_files():
+    def text(limits):
         return limits_text(Journal(run=Run(run_id="", started_at=""), limits=limits))
 
     assert text(None) == ""

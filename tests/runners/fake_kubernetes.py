@@ -3,12 +3,6 @@
 A pod of a Job is what a file says of its node: over, running, or pending; or its command is really run, here.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
 from fake_ssh import FakePrograms
 
 _KUBECTL = """\
@@ -125,7 +119,7 @@ else:
 """
 
 
-def node(name: str, *, ready: str = "True", cordoned: bool = False) -> dict[str, Any]:
+def node(name, *, ready="True", cordoned=False):
     """Return a node whose host is not called as the node is."""
     return {
         "kind": "Node",
@@ -138,18 +132,18 @@ def node(name: str, *, ready: str = "True", cordoned: bool = False) -> dict[str,
 class FakeKubernetes(FakePrograms):
     """The program, the outcomes of its pods, and what it was asked: ``argv``, and ``given`` to its standard input."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         super().__init__(root, {"kubectl": _KUBECTL})
 
-    def acts(self, nodes: Sequence[Mapping[str, Any]], **acts: Any) -> None:
+    def acts(self, nodes, **acts):
         """Say which nodes there are, and the outcome of the pod on each, or of those of the joint run."""
         self.say({"nodes": list(nodes), **acts})
 
-    def created(self, kind: str) -> list[dict[str, Any]]:
+    def created(self, kind):
         """Return what was made of a kind."""
         return [call["given"] for call in self.notes if call["given"] and call["given"]["kind"] == kind]
 
-    def deleted(self) -> list[str]:
+    def deleted(self):
         """Return what was deleted, without the options."""
         calls = [call["argv"] for call in self.notes if "delete" in call["argv"]]
         return [word for argv in calls for word in argv if "/" in word]

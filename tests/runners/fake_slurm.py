@@ -3,12 +3,7 @@
 A file has what srun does on a node: it leaves a journal and an exit code as a run would, or hangs.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from fake_ssh import FakePrograms, journal_lines
 
@@ -75,24 +70,24 @@ with (pathlib.Path({root!r}) / "log.jsonl").open("a") as log:
 class FakeSlurm(FakePrograms):
     """The programs, what they do, and what they were asked."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         super().__init__(root, {"srun": _SRUN, "squeue": _SQUEUE, "scancel": _SCANCEL})
 
-    def acts(self, acts: Mapping[str, Mapping[str, Any]], nodes: Sequence[str] = ()) -> None:
+    def acts(self, acts, nodes=()):
         """Say what happens on which node, or to the joint run ("together"); "*" for all others."""
         self.say({"*": {"do": "hang"}, **acts})
         (self.root / "nodes.json").write_text(json.dumps(list(nodes)))
 
-    def environment(self, nodelist: str) -> dict[str, str]:
+    def environment(self, nodelist):
         """Return what an allocation of these nodes adds to the environment."""
         return {"PATH": self.path, "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": nodelist}
 
-    def noted(self, what: str) -> list[dict[str, Any]]:
+    def noted(self, what):
         """Return the notes of a kind."""
         return [note for note in self.notes if note["what"] == what]
 
 
-def leaves(exit: int = 0, **lines: Any) -> dict[str, Any]:
+def leaves(exit=0, **lines):
     """Return the act of a run that leaves one journal; its launcher ends as torchrun does, with 1 for any failure."""
     return {"do": "leave", "journals": [journal_lines(exit=exit, **lines)], "exit": min(exit, 1)}
 

@@ -1,7 +1,5 @@
 """Reports on their way: packed, and unpacked without trust."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 

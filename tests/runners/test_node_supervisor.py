@@ -1,7 +1,5 @@
 """A program on a node ends with the connection, in order if it can, and no process of it remains."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

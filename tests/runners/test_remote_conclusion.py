@@ -1,7 +1,5 @@
 """One exit code for a run over many nodes: a pass is what all of them say, and the record too."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

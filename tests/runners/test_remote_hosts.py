@@ -1,7 +1,5 @@
 """The hosts file: its form, and messages about errors in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command of each node is one that it understands."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

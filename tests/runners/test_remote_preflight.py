@@ -1,7 +1,5 @@
 """Nodes before a run: which are ready, differ from the others, or have not answered."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gpucluster.runners import preflight

@@ -1,18 +1,16 @@
 """What a journal answers, and that it fits into a termination message."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from fake_ssh import journal_lines
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.journal import Journal, JournalBuilder
+from pytest_gpucluster.journal.journal import JournalBuilder
 from pytest_gpucluster.runners.run_result import MOST_BYTES, RunResult
 
 
-def journal_of(lines) -> Journal:
+def journal_of(lines):
     builder = JournalBuilder()
     for line in lines:
         builder.add(line)

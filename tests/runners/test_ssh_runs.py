@@ -4,8 +4,6 @@ One real run each for what no program in ssh's place can show: that ranks meet a
 with Ctrl-C, and that it ends where a connection is cut.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
@@ -15,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from programs import require_program
-from sessions import Left, Process, environment
-from ssh_nodes import SshNodes, ssh_nodes
+from sessions import Process, environment
+from ssh_nodes import ssh_nodes
 
 from pytest_gpucluster.journal import journal
 from pytest_gpucluster.runners.node_agent import descendants
@@ -60,7 +58,7 @@ def suite(tmp_path):
     return folder
 
 
-def start(nodes: SshNodes, folder: Path, what: str, *words: str, only: str = "node-[1-2]") -> Process:
+def start(nodes, folder, what, *words, only="node-[1-2]"):
     """Start a command over the nodes, or over all that the hosts file has by now."""
     hosts = folder / "hosts"
     if not hosts.exists():
@@ -70,17 +68,17 @@ def start(nodes: SshNodes, folder: Path, what: str, *words: str, only: str = "no
     return Process([*command, "--node-report-dir=on the node", *words], folder, environment())
 
 
-def run(nodes: SshNodes, folder: Path, name: str) -> Process:
+def run(nodes, folder, name):
     """Start one test of the suite on two nodes with a rank each."""
     return start(nodes, folder, "run --hosts", "--nproc-per-node=1", "--", ".", "-k", name, "--gpucluster-device=cpu")
 
 
-def end_of(process: Process) -> Left:
+def end_of(process):
     with process:
         return process.wait()
 
 
-def left_on(nodes: SshNodes) -> list[int]:
+def left_on(nodes):
     """What is still running on the nodes, after a moment: connections end a little later than what they carried."""
     until = time.monotonic() + 30
     while True:
@@ -90,7 +88,7 @@ def left_on(nodes: SshNodes) -> list[int]:
         time.sleep(0.1)
 
 
-def await_files(process: Process, folder: Path, pattern: str = "begun-*") -> None:
+def await_files(process, folder, pattern="begun-*"):
     until = time.monotonic() + 100
     while len(list(folder.glob(pattern))) < 2:
         assert process.popen.poll() is None, process.output

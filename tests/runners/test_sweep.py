@@ -1,7 +1,5 @@
 """The order of a sweep, whatever the scheduler does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

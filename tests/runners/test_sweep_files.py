@@ -1,7 +1,5 @@
 """What a sweep leaves for people and schedulers: the table with every node, and exclude.txt."""
 
-from __future__ import annotations
-
 from pytest_gpucluster.runners.sweep_outcome import Outcome, exclude_text, progress_line, sweep_table
 
 

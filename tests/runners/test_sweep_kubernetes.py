@@ -1,7 +1,5 @@
 """A sweep on Kubernetes: the Jobs that are made, what their pods answer, and what is left when it ends."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """What counts as a pass: of one run its journal and its launcher, of a sweep every part of it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

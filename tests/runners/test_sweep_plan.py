@@ -1,7 +1,5 @@
 """What a sweep runs, and what it cannot be asked for."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gpucluster.errors import OptionError

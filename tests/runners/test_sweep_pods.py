@@ -1,7 +1,5 @@
 """kubectl's output is read strictly where a verdict depends on it, and is never taken for a pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken

@@ -1,7 +1,5 @@
 """A scheduler's programs: one srun that is watched, and one that is asked and missing, fails or hangs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,14 +1,11 @@
 """A sweep under Slurm: each node's own srun, the survivors' one, and what is left when it is interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from fake_slurm import REJECTED, FakeSlurm, leaves
@@ -178,13 +175,13 @@ def test_an_interrupted_sweep_ends_what_it_started_and_keeps_what_it_knows(fake,
     assert f"BROKEN, exit code 2: interrupted by {name}" in left.stdout
 
 
-def process_until(found) -> None:
+def process_until(found):
     until = time.monotonic() + 60
     while not found() and time.monotonic() < until:
         time.sleep(0.05)
 
 
-def kept_alone(path: Path) -> list[object]:
+def kept_alone(path):
     return json.loads(path.read_text())["alone"] if path.exists() else []
 
 

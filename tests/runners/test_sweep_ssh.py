@@ -1,7 +1,5 @@
 """A sweep over ssh: every node alone, the survivors together, and what is known of those that do not answer."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,9 +1,6 @@
 """torchrun's agent: how its end is reported. What it does with ranks is in ``test_run_command``."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 import torch.distributed.run
@@ -44,7 +41,7 @@ def test_without_gpus_the_message_has_a_remedy(monkeypatch):
     assert "--gpucluster-device=cpu" in agent.message
 
 
-def failures(**ends: tuple[int, int]) -> ChildFailedError:
+def failures(**ends):
     """rN=(exit code, when it failed)."""
     failures = {}
     for name, (code, at) in ends.items():
@@ -69,7 +66,7 @@ def failures(**ends: tuple[int, int]) -> ChildFailedError:
     ids=["ranks", "signal", "rendezvous", "error", "done"],
 )
 def test_each_end_of_torchrun_has_its_outcome(monkeypatch, error, agent):
-    def run(arguments: Any) -> None:
+    def run(arguments):
         if error is not None:
             raise error
 

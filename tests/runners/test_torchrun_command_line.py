@@ -1,7 +1,5 @@
 """How torchrun is started over pytest."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gpucluster.errors import OptionError

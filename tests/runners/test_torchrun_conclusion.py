@@ -1,7 +1,5 @@
 """One exit code and one line of what was left: never better than any rank reports, and 0 only if all of it fits."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 
@@ -30,7 +28,7 @@ BOTH = (ACCEPTED, replace(ACCEPTED, rank=1))
 RECORDED = replace(REJECTED, local_world_size=1)
 
 
-def failed(*codes: int) -> AgentResult:
+def failed(*codes):
     return AgentResult(outcome="ranks failed", ranks=tuple(RankExit(rank=i, code=code) for i, code in enumerate(codes)))
 
 

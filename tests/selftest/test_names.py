@@ -1,15 +1,11 @@
 """Which names of torch and NVML the product's code uses, and what would be found of a version without them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pytest_gpucluster.selftest.names import problem, uses
 
 
-def test_all_that_this_version_uses_is_here() -> None:
+def test_all_that_this_version_uses_is_here():
     found = list(uses())
     assert {problem(use) for use in found if not use.optional} == {""}
     assert {
@@ -35,7 +31,7 @@ def test_all_that_this_version_uses_is_here() -> None:
         ("dist.new_group(*ranks, **more)", ""),
     ],
 )
-def test_a_missing_name_and_other_arguments_are_found(tmp_path: Path, code: str, wrong: str) -> None:
+def test_a_missing_name_and_other_arguments_are_found(tmp_path, code, wrong):
     (tmp_path / "node").mkdir()
     (tmp_path / "node" / "it.py").write_text(code)
     problems = [problem(use) for use in uses(tmp_path) if use.where.startswith("node/it.py")]

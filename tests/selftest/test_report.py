@@ -1,21 +1,18 @@
 """The report of a self-test: its lines, what it hides, and its archive."""
 
-from __future__ import annotations
-
 import tarfile
-from pathlib import Path
 
 import pytest
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.selftest.report import Line, Redactor, Report, line, read, render, write_archive
+from pytest_gpucluster.selftest.report import Redactor, Report, line, read, render, write_archive
 
 
-def report(*lines: Line) -> Report:
+def report(*lines):
     return Report(version="1", at="2026-11-27T13:00:00+00:00", device="cuda", seconds=99.6, lines=lines)
 
 
-def test_only_what_was_shown_is_ok_and_only_the_rest_needs_action() -> None:
+def test_only_what_was_shown_is_ok_and_only_the_rest_needs_action():
     states = [line("it", good, "text", "act") for good in (True, False, None)]
     assert [(each.state, each.todo) for each in states] == [("OK", ""), ("WRONG", "act"), ("UNPROVEN", "act")]
     assert [report(each).is_wrong for each in states] == [False, True, False]
@@ -25,7 +22,7 @@ def test_only_what_was_shown_is_ok_and_only_the_rest_needs_action() -> None:
     assert render(states[1]).splitlines()[1].strip() == "do: act"
 
 
-def test_a_report_is_read_as_it_was_written_and_names_its_folder() -> None:
+def test_a_report_is_read_as_it_was_written_and_names_its_folder():
     written = report(line("versions", True, "text", driver="580.1", torch="2.11.0+cu130", nccl="2.28.9", gpus=1))
     assert read(written.json(), "here") == written
     assert written.name == "cuda-580.1-2.11.0+cu130-2.28.9"
@@ -46,7 +43,7 @@ def test_a_report_is_read_as_it_was_written_and_names_its_folder() -> None:
         ("link fe80::ff:fe00:1%eth0 ether 02:42:ac:11:00:02", "link 2001:db8--removed%eth0 ether MAC"),
     ],
 )
-def test_what_names_a_machine_or_a_person_is_replaced(text: str, left: str) -> None:
+def test_what_names_a_machine_or_a_person_is_replaced(text, left):
     names = {"gpu-07": "HOST", "gpu-07.example.org": "HOST", "/home/alice": "~"}
     assert Redactor(names)(text) == left
 
@@ -58,12 +55,12 @@ def test_what_names_a_machine_or_a_person_is_replaced(text: str, left: str) -> N
         "GPU at 0000:3b:00.0 and 00000000:00:06.0, c10d::Group, std::string, 2026-11-27T13:08:46+00:00",
     ],
 )
-def test_versions_places_and_times_stay(text: str) -> None:
+def test_versions_places_and_times_stay(text):
     assert Redactor({})(text) == text
 
 
-def test_the_archive_is_one_folder(tmp_path: Path) -> None:
+def test_the_archive_is_one_folder(tmp_path):
     write_archive(tmp_path / "it.tar.gz", {"b.log": "two\n", "a.txt": "one \udcff"})
     with tarfile.open(tmp_path / "it.tar.gz") as archive:
         assert archive.getnames() == ["it/a.txt", "it/b.log"]
-        assert archive.extractfile("it/b.log").read() == b"two\n"  # type: ignore[union-attr]
+        assert archive.extractfile("it/b.log").read() == b"two\n"

@@ -1,7 +1,5 @@
 """The self-test's parent: children that hang, crash or are cut off, and the whole of it on cpu."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tarfile
@@ -13,7 +11,7 @@ import pytest
 
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.selftest import run
-from pytest_gpucluster.selftest.report import Report, read
+from pytest_gpucluster.selftest.report import read
 
 _CHILD = """
 import json, os, signal, sys, time
@@ -26,9 +24,7 @@ def at(name): return step == name and rank == 0
 """
 
 
-def lines_of(
-    monkeypatch: pytest.MonkeyPatch, planted: str, device: str = "cpu", *, every_gpu: bool = False, seconds: float = 60
-) -> tuple[Report, dict[str, str]]:
+def lines_of(monkeypatch, planted, device="cpu", *, every_gpu=False, seconds=60):
     """The self-test whose steps run this code instead."""
     monkeypatch.setattr(run, "COMMAND", (sys.executable, "-S", "-c", _CHILD + planted))
     monkeypatch.setattr(run, "STEPS", tuple(replace(step, seconds=seconds) for step in run.STEPS))
@@ -36,7 +32,7 @@ def lines_of(
     return run.SelfTest(device, every_gpu=every_gpu, say=lambda line: None).run()
 
 
-def found(report: Report, state: str) -> dict[str, str]:
+def found(report, state):
     return {line.what: line.text for line in report.lines if line.state == state}
 
 
@@ -55,9 +51,7 @@ def found(report: Report, state: str) -> dict[str, str]:
         ),
     ],
 )
-def test_the_end_of_a_process_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, planted: str, state: str, what: str, text: str
-) -> None:
+def test_the_end_of_a_process_is_a_line(monkeypatch, planted, state, what, text):
     report, _ = lines_of(monkeypatch, planted)
     assert text in found(report, state)[what]
     assert report.is_wrong == (state == "WRONG")
@@ -71,9 +65,7 @@ def test_the_end_of_a_process_is_a_line(
         ("if at('hang'): say('groups'); time.sleep(600)", "WRONG", "hang ended"),
     ],
 )
-def test_a_step_that_hangs_is_killed_and_what_it_has_found_stays(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: str, state: str, what: str
-) -> None:
+def test_a_step_that_hangs_is_killed_and_what_it_has_found_stays(monkeypatch, tmp_path, planted, state, what):
     pids = f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w')\n"
     report, _ = lines_of(monkeypatch, pids + planted, seconds=2.0)
     assert what in found(report, state)
@@ -83,7 +75,7 @@ def test_a_step_that_hangs_is_killed_and_what_it_has_found_stays(
             os.kill(pid, 0)
 
 
-def test_what_has_no_time_left_is_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_time_left_is_unproven(monkeypatch):
     monkeypatch.setattr(run, "TOTAL_SECONDS", 0.5)
     begin = time.monotonic()
     report, _ = lines_of(monkeypatch, "time.sleep(600)")
@@ -91,7 +83,7 @@ def test_what_has_no_time_left_is_unproven(monkeypatch: pytest.MonkeyPatch) -> N
     assert time.monotonic() - begin < 60
 
 
-def test_each_gpu_has_a_process_and_ranks_share_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_has_a_process_and_ranks_share_the_only_one(monkeypatch):
     two = """
 if step == "software": say("versions", gpus=2)
 say(f"{step} {rank} of {context.get('world')} shared {context.get('shared')} {os.environ.get('NCCL_HOSTID')}")
@@ -107,7 +99,7 @@ say(f"{step} {rank} of {context.get('world')} shared {context.get('shared')} {os
     assert set(none) == {"versions", "software 0 of None shared None None"}, "without a GPU the rest is not tried"
 
 
-def test_lines_and_files_are_without_the_names_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_and_files_are_without_the_names_of_the_host(monkeypatch):
     monkeypatch.setattr(run, "_identifying", lambda: {"gpu-07": "HOST"})
     planted = (
         "open(context['folder'] + '/NCCL.gpu-07.log', 'w').write('gpu-07:1')\n"
@@ -121,14 +113,12 @@ def test_lines_and_files_are_without_the_names_of_the_host(monkeypatch: pytest.M
 
 @pytest.mark.extended  # each of its processes loads torch
 @pytest.mark.smoke
-def test_on_cpu_all_of_it_runs_and_the_archive_has_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_cpu_all_of_it_runs_and_the_archive_has_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "s3cr3t")
     out = tmp_path / "it.tar.gz"
     assert main.main(["node", "selftest", "--device", "cpu", "--out", str(out)]) == 0
     with tarfile.open(out) as archive:
-        texts = {Path(name).name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+        texts = {Path(name).name: archive.extractfile(name).read().decode() for name in archive.getnames()}
     report = read(texts["report.json"], "report.json")
     states = {line.what: line.state for line in report.lines}
     assert {"names", "groups", "abort", "device assert", "its end", "duration"} <= {
@@ -143,9 +133,7 @@ def test_on_cpu_all_of_it_runs_and_the_archive_has_it(
     assert str(out) in printed
 
 
-def test_where_nothing_can_be_written_nothing_is_tried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_written_nothing_is_tried(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run.SelfTest, "run", lambda self: pytest.fail("it was started"))
     assert main.main(["node", "selftest", "--out", str(tmp_path / "none" / "it.tar.gz")]) == 4
     assert "none" in capsys.readouterr().err

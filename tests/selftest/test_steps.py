@@ -1,11 +1,8 @@
 """What a step makes of what it finds: rates, logs, NVML's answers, errors; and the data of real nodes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +23,11 @@ FIXTURES = sorted((Path(__file__).parents[1] / "data" / "selftest").iterdir())
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def context(folder: Path, device: str = "cuda:0") -> steps.Context:
+def context(folder, device="cuda:0"):
     return steps.Context(device=device, folder=str(folder), log=str(folder / "it.log"), seconds=30)
 
 
-def constant(value: float) -> Any:
+def constant(value):
     return lambda family, kind: Series(samples=(value,), median=value, low=value, high=value)
 
 
@@ -46,7 +43,7 @@ def constant(value: float) -> Any:
         ("A GPU of tomorrow", "matmul", "bf16", 720.0, "UNPROVEN"),
     ],
 )
-def test_a_rate_stands_next_to_published_ones(gpu: str, family: str, kind: str, value: float, state: str) -> None:
+def test_a_rate_stands_next_to_published_ones(gpu, family, kind, value, state):
     found = steps._rate(gpu, family, kind, constant(value))
     assert (found.state, bool(found.todo)) == (state, state != "OK")
 
@@ -59,9 +56,7 @@ _TORCH = (
 
 
 @pytest.mark.parametrize(("handling", "recorded", "state"), [(0, 1, "OK"), (3, 1, "WRONG"), (0, 0, "UNPROVEN")])
-def test_the_environment_is_compared_with_the_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handling: int, recorded: int, state: str
-) -> None:
+def test_the_environment_is_compared_with_the_logs(tmp_path, monkeypatch, handling, recorded, state):
     for name, variable in steps.environment.VARIABLES.items():
         monkeypatch.setenv(name, variable.value)
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "NCCL.%p.log"))
@@ -82,9 +77,7 @@ def test_the_environment_is_compared_with_the_logs(
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in taken
 
 
-def test_a_needed_query_without_an_answer_is_wrong_and_another_one_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_needed_query_without_an_answer_is_wrong_and_another_one_is_listed(tmp_path, monkeypatch):
     promise = promise_of("H100 SXM")
     assert promise is not None
     every = dict.fromkeys(QUERIES, 1)
@@ -104,7 +97,7 @@ def test_a_needed_query_without_an_answer_is_wrong_and_another_one_is_listed(
     ("more", "state"),
     [("", "OK"), ("h:1:1 [0] NCCL INFO Channel 00/0 : 0 to 1 via a new thing\n", "UNPROVEN")],
 )
-def test_lines_of_nccl_that_should_be_understood_and_are_not(tmp_path: Path, more: str, state: str) -> None:
+def test_lines_of_nccl_that_should_be_understood_and_are_not(tmp_path, more, state):
     assert steps._logs(context(tmp_path)).state == "UNPROVEN"
     [fixture] = [path for path in FIXTURES if path.name == "cuda-580.159.04-2.11.0-2.28.9"]
     (tmp_path / "NCCL.1.log").write_text((fixture / "NCCL.775.log").read_text() + more)
@@ -117,25 +110,25 @@ def test_lines_of_nccl_that_should_be_understood_and_are_not(tmp_path: Path, mor
     ("error", "state"),
     [(EnvironmentBroken("no"), "UNPROVEN"), (WrongResult("bits"), "WRONG"), (AttributeError("x"), "WRONG")],
 )
-def test_an_error_is_a_line(error: Exception, state: str) -> None:
+def test_an_error_is_a_line(error, state):
     assert steps.failure("it", error).state == state
 
-    def fail() -> Any:
+    def fail():
         raise error
 
     assert steps._guarded("it", fail).state == state
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_exception_of_a_step_is_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    def planted(context: steps.Context) -> Any:
+def test_an_exception_of_a_step_is_its_last_line(tmp_path, monkeypatch, shared):
+    def planted(context):
         yield steps.line("first", True, "text")
         raise RuntimeError("Duplicate GPU detected")
 
     class Ended(Exception):
         pass
 
-    def end(code: int) -> None:
+    def end(code):
         raise Ended
 
     monkeypatch.setattr(steps, "STEPS", {"hang": planted})
@@ -155,7 +148,7 @@ def test_an_exception_of_a_step_is_its_last_line(tmp_path: Path, monkeypatch: py
     assert "Duplicate GPU" in found[1]["text"]
 
 
-def test_clocks_that_disagree_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_that_disagree_are_wrong(tmp_path, monkeypatch):
     real = steps.accelerator(torch.device("cpu"))
     clock = real.clock()
     monkeypatch.setattr(clock, "read", lambda: [1.0])
@@ -165,7 +158,7 @@ def test_clocks_that_disagree_are_wrong(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @of_each("folder", FIXTURES, name=lambda folder: folder.name)
-def test_what_a_real_node_has_left_is_read(folder: Path) -> None:
+def test_what_a_real_node_has_left_is_read(folder):
     texts = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     for text in texts.values():
         assert not re.search(r"\b(?!00000000-)[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-", text), "a UUID"

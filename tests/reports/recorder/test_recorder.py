@@ -1,7 +1,5 @@
 """The recorder as a real process: what it leaves on disk when rank 0 or everything fails."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """The recorder on disks that are full, unwritable or taken away, and in places that are no regular file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

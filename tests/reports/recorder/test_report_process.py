@@ -1,20 +1,16 @@
 """Reports rendered in a process of their own: it may be slow, die or fail, and only its own report is missing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import example_runs
 import pytest
 
 from pytest_gpucluster.journal import journal
-from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.reports.recorder.client import wait_for_end
 from pytest_gpucluster.reports.recorder.writer import render_in_child
@@ -26,28 +22,28 @@ GENEROUS_SECONDS = 60.0
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     return example_runs.write(tmp_path / "run", "rehearsal")
 
 
-def found(run: Path) -> Journal:
+def found(run):
     return journal.read(run / journal.JOURNAL_FILE, keep_samples=False)
 
 
-def children() -> str | None:
+def children():
     """This process's children; None if the kernel does not list them."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return path.read_text() if path.exists() else None
 
 
-def slow(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+def slow(journal, folder, kinds):
     if kinds == ("html",):
         (folder / f".report.html.{os.getpid()}.tmp").write_text("half")
         time.sleep(600)
     return {}
 
 
-def test_one_that_takes_too_long_is_killed_and_leaves_nothing_behind(run: Path) -> None:
+def test_one_that_takes_too_long_is_killed_and_leaves_nothing_behind(run):
     begin = time.monotonic()
     missing = render_in_child(found(run), run, 1.0, write=slow)
     assert time.monotonic() - begin < GENEROUS_SECONDS
@@ -55,8 +51,8 @@ def test_one_that_takes_too_long_is_killed_and_leaves_nothing_behind(run: Path) 
     assert [name for name in os.listdir(run) if name.startswith(".")] == []
 
 
-def test_it_ends_by_itself_if_its_parent_is_dead(run: Path) -> None:
-    def says_who_it_is(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+def test_it_ends_by_itself_if_its_parent_is_dead(run):
+    def says_who_it_is(journal, folder, kinds):
         (folder / "pid").write_text(str(os.getpid()))
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
@@ -73,16 +69,16 @@ def test_it_ends_by_itself_if_its_parent_is_dead(run: Path) -> None:
     assert wait_for_end(int((run / "pid").read_text()), GENEROUS_SECONDS)
 
 
-def test_one_that_fails_says_why_and_one_that_dies_costs_itself_and_those_after_it(run: Path) -> None:
-    def failing(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+def test_one_that_fails_says_why_and_one_that_dies_costs_itself_and_those_after_it(run):
+    def failing(journal, folder, kinds):
         return {"results.json": "cannot be rendered: ValueError: \x1b[31m\nmore"} if kinds == ("json",) else {}
 
-    def dying(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+    def dying(journal, folder, kinds):
         if kinds == ("prometheus",):
             os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
-    def raising(journal: Journal, folder: Path, kinds: tuple[str, ...]) -> Mapping[str, str]:
+    def raising(journal, folder, kinds):
         raise MemoryError
 
     me = os.getpid()
@@ -96,8 +92,8 @@ def test_one_that_fails_says_why_and_one_that_dies_costs_itself_and_those_after_
     assert raises.count("process died") == 3
 
 
-def test_without_memory_for_a_process_it_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_fork() -> int:
+def test_without_memory_for_a_process_it_is_reported(run, monkeypatch):
+    def no_fork():
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_fork)
