@@ -1,7 +1,9 @@
+import time
 from dataclasses import replace
 
 from pytest_gpucluster.launch.launchers import RankFacts
 
+DEADLINE_SECONDS = 20.0
 _TWO_NODES = RankFacts(
     rank=0,
     world_size=2,
@@ -20,3 +22,11 @@ _TWO_NODES = RankFacts(
 def facts_of(**changes):
     """Return rank 0 of two nodes with one rank each, with changes."""
     return replace(_TWO_NODES, **changes)
+
+
+def until(found):
+    """Wait until something is so."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -1,4 +1,5 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -7,19 +8,9 @@ from pytest_gpucluster.agreement import store as module
 from pytest_gpucluster.agreement.store import EventLog, post_event
 
 
-class Clock:
-    """Stands in the place of the time module."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    fake = Clock()
+    fake = SimpleNamespace(now=1000.0, monotonic=lambda: fake.now)
     monkeypatch.setattr(module, "time", fake)
     return fake
 

@@ -6,21 +6,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from ranks import DEADLINE_SECONDS, until
 
 from pytest_gpucluster.agreement import liveness
 from pytest_gpucluster.agreement.liveness import Heartbeats, Siblings, computes, process_state, start_time
-
-DEADLINE_SECONDS = 20.0
-
-
-def until(found):
-    """Wait until something is so."""
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -157,17 +149,8 @@ def test_a_sibling_can_be_signalled_until_it_has_ended_and_after(child):
     watched.close()
 
 
-class Clock:
-    """Stands in the place of the time module."""
-
-    now = 50.0
-
-    def monotonic(self):
-        return self.now
-
-
 def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch):
-    clock = Clock()
+    clock = SimpleNamespace(now=50.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(liveness, "time", clock)
     beats = Heartbeats([1, 2])
     assert beats.ranks == [1, 2]

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from ranks import facts_of
+from ranks import DEADLINE_SECONDS, facts_of, until
 from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import liveness, watchdog
@@ -22,18 +22,9 @@ from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.metrics.codec import read, to_json
 from pytest_gpucluster.session.options import Timeouts
 
-DEADLINE_SECONDS = 20.0
 TICK = 0.01
 NAMES = {0: "rank 0 (gpu-06)", 1: "rank 1 (gpu-07)"}
 ENDING = AbortReason(name="rank lost", message="rank 1 (gpu-07) is lost", exit=11, culprits=[1])
-
-
-def until(found):
-    """Wait until something is so."""
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def hang(after=lambda: None):

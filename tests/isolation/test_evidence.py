@@ -89,20 +89,10 @@ def test_where_there_are_three_units_two_partners_are_enough():
     assert accused(evidence(3, *rounds, [((0, 1), False)])) == [(0,)]
 
 
-def test_of_two_units_neither_is_accused_however_often_they_fail():
-    found = evidence(2, *([((0, 1), False)] for _ in range(20)))
-    assert accused(found) == []
-    assert found.undecided == {0, 1}
-
-
 def test_a_unit_that_fails_alone_three_times_needs_no_partner():
     rounds = [[((0,), False), ((1,), True)]] * 3
     assert accused(evidence(2, *rounds[:2])) == []
     assert accused(evidence(2, *rounds)) == [(0,)]
-
-
-def test_where_all_fail_alone_no_unit_is_accused():
-    assert accused(evidence(3, *([[((0,), False), ((1,), False), ((2,), False)]] * 5))) == []
 
 
 def test_a_unit_that_is_good_alone_and_bad_with_others_is_bad_each_time_with_others():

@@ -67,12 +67,6 @@ def test_of_three_nodes_a_slow_one_is_left_out_with_all_its_rails():
     assert sorted(found) == [(0, 4), (1, 5), (2, 4), (3, 5)]
 
 
-def test_of_two_pairs_the_slow_one_does_not_lower_the_reference_rate():
-    matrix = matrix_of({(0, 1): 10.0, (1, 0): 10.0, (2, 3): 100.0, (3, 2): 100.0})
-    assert matrix.ratio(matrix.readings[0, 1]) == 0.1
-    assert matrix.slow(0.5) == [(0, 1)]
-
-
 def test_the_slower_direction_represents_a_pair():
     matrix = matrix_of(HEALTHY | {(2, 1): 30.0, (0, 3): 20.0})
     assert matrix.slow(0.75) == [(0, 3), (1, 2)]

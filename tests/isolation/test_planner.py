@@ -268,12 +268,6 @@ def test_a_search_that_ends_early_excludes_less(monkeypatch):
     assert "or a link that is bad now and then (1 or more probes)" in why
 
 
-def test_of_two_units_one_that_is_bad_alone_now_and_then_is_named():
-    turns = iter(range(1000))
-    found = search(2, lambda members: "slow" if 1 in members and next(turns) % 8 == 7 else "")
-    assert units_of(found) == [(1,)]
-
-
 # How it is used --------------------------------------------------------------------------------------------------
 
 

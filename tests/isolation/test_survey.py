@@ -1,7 +1,7 @@
 import pytest
 from simulated_fabric import GB, measured, places, surveyed
 
-from pytest_gpucluster.isolation.link_survey import matrix_of, readings_of
+from pytest_gpucluster.isolation.link_survey import readings_of
 from pytest_gpucluster.isolation.round_robin import within_node
 
 NODE = places(1, 4)
@@ -48,12 +48,3 @@ def test_the_readings_of_pairs_come_slowest_first_and_unmeasured_pairs_have_none
     matrix = survey(slow_gpu()).matrix
     found = readings_of([(0, 1), (0, 3), (7, 8)], matrix)
     assert [one.pair for one in found] == [(0, 3), (0, 3), (0, 1), (0, 1)]
-
-
-def test_across_nodes_a_slow_node_is_excluded_from_the_reference_rate_with_all_its_rails():
-    there = places(3, 2)
-    rounds = [((0, 2),), ((0, 4), (1, 5)), ((2, 4), (3, 5))]
-    readings = measured(rounds, lambda s, r: 0.3 if {4, 5} & {s, r} else 1.0, noise=0)
-    assert matrix_of(readings, "world", there).reference_rate((0, 4)) == 48 * GB
-    # By GPU, one of its two rails would still be in it.
-    assert matrix_of(readings, "node", there).reference_rate((0, 4)) == pytest.approx(0.3 * 48 * GB)

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.session import options, xdist
-from pytest_gpucluster.session.options import OPTIONS, Timeouts, active, asked_for, resolve
+from pytest_gpucluster.session.options import OPTIONS, Timeouts, active, asked_for, positive_seconds, resolve
 
 INI = "gpucluster_deadline = 30\ngpucluster_sku = from-ini\n"
 
@@ -106,6 +106,10 @@ WRONG = {
         "--gpucluster-timeouts=grce=1",
         "--gpucluster-timeouts grce=1: .* 'grce'; .*: join, grace, stuck, dead, unresponsive, terminate, .*",
     ),
+    "a timeout twice": (
+        "--gpucluster-timeouts=grace=1,grace=2",
+        "--gpucluster-timeouts grace=1,grace=2: timeout 'grace' is given twice.*",
+    ),
     "a profile that is none": ("--gpucluster-profile=fast", "--gpucluster-profile fast: 'fast' .*: quick, full, soak"),
     "the profile of a rehearsal": ("--gpucluster-profile=cpu", "--gpucluster-profile cpu: 'cpu' .*: quick, full, soak"),
     "some of several": (
@@ -170,6 +174,19 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(configure, whi
     assert re.fullmatch(message.replace("{ini}", str(config.inipath)), str(caught.value)), str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
+def test_seconds_are_a_positive_finite_number(text):
+    for read in (positive_seconds, lambda text: Timeouts.parse(f"grace={text}")):
+        with pytest.raises(OptionError, match=r"is not a (positive )?number of seconds"):
+            read(text)
+
+
+def test_timeouts_are_read_by_name():
+    assert Timeouts.parse(" grace=2 , join=900 ,") == Timeouts(grace=2.0, join=900.0)
+    every = {"join": 1.0, "grace": 2.0, "stuck": 3.0, "dead": 4.0, "unresponsive": 5.0, "terminate": 6.5}
+    assert Timeouts.parse(",".join(f"{name}={seconds}" for name, seconds in every.items())) == Timeouts(**every)
+
+
 @pytest.mark.parametrize(
     ("arguments", "ini", "expected"),
     [
@@ -220,13 +237,6 @@ def test_the_plugin_takes_part_where_the_project_or_the_command_line_asks(config
 
 def test_every_option_turns_it_on_whatever_its_value(configure):
     assert [option.name for option in OPTIONS if not active(configure(f"{option.flag}=1"))] == []
-
-
-def test_the_environment_alone_never_turns_it_on(configure, monkeypatch):
-    for option in OPTIONS:
-        monkeypatch.setenv(option.variable, "cpu")
-    monkeypatch.setenv("GPUCLUSTER", "1")
-    assert not active(configure())
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,9 @@ def run_on(gpu, *, sku=None, expect=None, allocated=(None, None), overlay=None):
 
 def test_there_is_room_for_tests_of_the_data_that_were_given():
     run = run_on(None)
-    assert run.room().data == frozenset()
+    assert (run.room().data, run.room().on_cpu, run_on(A100).room().on_cpu) == (frozenset(), True, False)
     run.settings.data = (SimpleNamespace(key="images"),)
     assert run.room().data == {"images"}
-
-
-def test_there_is_room_for_what_was_launched():
-    room = run_on("NVIDIA H100 80GB HBM3").room()
-    assert (room.ranks, room.nodes, room.ranks_per_node, room.on_cpu) == (8, 2, 4, False)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +117,6 @@ def test_a_record_that_cannot_be_read_is_never_a_pass_and_does_not_hide_a_failur
     run.records["test_a"].ranks = [{"rank": "not a number"}]
     reached = decide(run, pytest_exit=int(outcome == "failed"), abort=None)
     assert (reached.word, reached.exit) == end
-
-
-def test_on_cpu_the_profile_is_always_that_of_a_rehearsal():
-    assert run_on(None).profile == "cpu"
-    assert run_on(A100).profile == "quick"
 
 
 def test_a_job_that_was_requeued_says_which_attempt_it_is():
