@@ -254,7 +254,6 @@ def _sweep(run, top, labels, why=None):
 
 
 def _search():
-    """Search for the node that is slow by itself: the second one."""
     return searched(len(HOSTS), lambda members: 212.0 if 1 in members else 441.0)
 
 

@@ -151,7 +151,6 @@ def _become(client):
 
 
 def _end_with(client):
-    """End where the program is killed."""
     client.recv(1)
     os._exit(255)
 

@@ -80,7 +80,6 @@ def be_an_ordinary_cpu():
 
 
 def _load():
-    """Load what every session of the tests needs."""
     import numpy  # noqa: F401
     import pytest_rerunfailures  # noqa: F401
     import xdist.plugin  # noqa: F401

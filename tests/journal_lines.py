@@ -1,5 +1,7 @@
 """The lines of a journal as rank 0 sends them: of the journal itself, of its recorder and of its reports."""
 
+from pytest_gpucluster.journal.journal import JournalBuilder
+
 RUN = {
     "type": "run",
     "schema_version": 1,
@@ -35,3 +37,11 @@ def problem(message, outcome="error", *, name="preflight", text="details"):
 def end(verdict="ACCEPTED", code=0, reason="all criteria passed"):
     at = "2026-01-02T03:05:05.678Z"
     return {"type": "end", "verdict": verdict, "exit": code, "reason": reason, "at": at, "by": "rank 0"}
+
+
+def journal_of(lines):
+    """Return the journal of these lines."""
+    builder = JournalBuilder()
+    for line in lines:
+        builder.add(line)
+    return builder.journal()

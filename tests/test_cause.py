@@ -6,7 +6,6 @@ from pytest_gpucluster.errors import connection_cut, gpu_died, kind_of, text_of,
 
 
 def cuda(text):
-    """An error as torch words it."""
     return RuntimeError(
         f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported at some other API call"
     )
@@ -22,8 +21,6 @@ NO_NVLS = RuntimeError(
 
 
 class BadText(RuntimeError):
-    """An error that cannot say what it is."""
-
     def __str__(self):
         raise ValueError("no text")
 

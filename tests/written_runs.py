@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from journal_lines import journal_of
+
 from pytest_gpucluster.journal import journal
 
 SUITE = "acceptance/test_it.py"
@@ -122,7 +124,4 @@ def write(folder, *tests, **more):
 
 def read(*tests, **more):
     """Return a journal without a file."""
-    builder = journal.JournalBuilder()
-    for line in lines(*tests, **more):
-        builder.add(line)
-    return builder.journal()
+    return journal_of(lines(*tests, **more))

@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 
 from pytest_gpucluster.launch.launchers import RankFacts
@@ -22,11 +21,3 @@ _TWO_NODES = RankFacts(
 def facts_of(**changes):
     """Return rank 0 of two nodes with one rank each, with changes."""
     return replace(_TWO_NODES, **changes)
-
-
-def until(found):
-    """Wait until something is so."""
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -35,8 +35,6 @@ class Resolver:
 
 @pytest.fixture
 def resolver(monkeypatch):
-    """Put a resolver in place of the host's."""
-
     def put(*answers, seconds=20.0):
         made = Resolver(*answers)
         monkeypatch.setattr(socket, "getaddrinfo", made)

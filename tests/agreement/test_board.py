@@ -11,8 +11,6 @@ from pytest_gpucluster.errors import StoreError
 
 
 class Broken(HashStore):
-    """A store that has gone."""
-
     def set(self, key, value):
         raise RuntimeError("Connection reset by peer\nmore")
 

@@ -143,8 +143,6 @@ def test_where_ranks_are_at_different_points_all_learn_who_is_where():
 
 
 class Gone(HashStore):
-    """A store whose connection is gone."""
-
     def __init__(self, text):
         super().__init__()
         self._text = text

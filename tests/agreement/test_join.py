@@ -127,8 +127,6 @@ def test_without_a_word_of_rank_0_the_others_give_up_and_say_where_to_look(monke
 
 
 class Gone(HashStore):
-    """A store whose connection breaks at one of its calls."""
-
     def __init__(self, at):
         super().__init__()
         self._at = at

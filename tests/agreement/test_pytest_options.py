@@ -140,7 +140,6 @@ def shown_tests(output):
 
 
 def summary(output):
-    """The last line of pytest's own summary, without the time."""
     found = re.findall(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.:s() ]+", output, re.MULTILINE)
     return found[-1] if found else None
 

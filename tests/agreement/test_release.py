@@ -119,7 +119,6 @@ class Pair:
 
 @pytest.fixture
 def pairs():
-    """Make connections."""
     made = []
 
     def make():

@@ -1,10 +1,10 @@
 import re
-import socket
 import threading
 import time
 from datetime import timedelta
 
 import pytest
+from ports import free_port
 from ranks import facts_of
 
 from pytest_gpucluster.agreement.store import connect
@@ -20,12 +20,6 @@ def tcp_store():
 
 
 # ---- connecting ----------------------------------------------------------------------------------------------------
-
-
-def closed_port():
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 def test_a_single_process_needs_no_address():
@@ -49,7 +43,7 @@ def facts(**changes):
     ],
 )
 def test_an_address_that_does_not_answer_is_named_with_the_rank_and_the_way_out(nnodes, advice):
-    port = closed_port()
+    port = free_port()
     begin = time.perf_counter()
     with pytest.raises(StoreError) as caught:
         connect(facts(master_port=port, nnodes=nnodes), timeout_seconds=0.5)

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from ranks import DEADLINE_SECONDS, until
+from ranks import DEADLINE_SECONDS
+from recordings import wait_until
 
 from pytest_gpucluster.agreement import liveness
 from pytest_gpucluster.agreement.liveness import Heartbeats, Siblings, computes, process_state, start_time
@@ -17,7 +18,6 @@ from pytest_gpucluster.agreement.liveness import Heartbeats, Siblings, computes,
 
 @pytest.fixture
 def child():
-    """A process that waits to be killed."""
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
     try:
         yield process
@@ -29,7 +29,7 @@ def child():
 def ended_child():
     """A process that has ended and is not yet reaped."""
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    until(lambda: process_state(process.pid).startswith("Z"))
+    wait_until(lambda: process_state(process.pid).startswith("Z"))
     return process
 
 
@@ -62,18 +62,18 @@ def test_the_name_of_a_program_cannot_spoil_what_is_read_of_it():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         try:
-            until(lambda: process_state(process.pid) == "S: sleeping")
+            wait_until(lambda: process_state(process.pid) == "S: sleeping")
             assert start_time(process.pid)
         finally:
             process.kill()
 
 
 def test_a_process_stopped_by_a_signal_is_told_from_one_that_sleeps(child):
-    until(lambda: process_state(child.pid) == "S: sleeping")
+    wait_until(lambda: process_state(child.pid) == "S: sleeping")
     child.send_signal(signal.SIGSTOP)
-    until(lambda: process_state(child.pid) == "T: stopped by a signal")
+    wait_until(lambda: process_state(child.pid) == "T: stopped by a signal")
     child.send_signal(signal.SIGCONT)
-    until(lambda: process_state(child.pid) == "S: sleeping")
+    wait_until(lambda: process_state(child.pid) == "S: sleeping")
 
 
 def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child):
@@ -99,7 +99,7 @@ def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child):
 def test_a_stopped_sibling_has_not_ended(child):
     watched = siblings({1: facts(child.pid)})
     child.send_signal(signal.SIGSTOP)
-    until(lambda: process_state(child.pid).startswith("T"))
+    wait_until(lambda: process_state(child.pid).startswith("T"))
     assert watched.ended() == []
     watched.close()
 
@@ -175,7 +175,7 @@ def test_a_child_that_computes_is_seen_and_none_that_waits(child):
     assert not seen_by_a_thread()
     shell = subprocess.Popen(["sh", "-c", "while :; do :; done & wait"], start_new_session=True)
     try:
-        until(seen_by_a_thread)  # the shell has to start its own child first
+        wait_until(seen_by_a_thread)  # the shell has to start its own child first
     finally:
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()

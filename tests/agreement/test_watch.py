@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from ranks import DEADLINE_SECONDS, facts_of, until
+from ranks import DEADLINE_SECONDS, facts_of
+from recordings import wait_until
 from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import liveness, watchdog
@@ -77,11 +78,9 @@ class Place:
             raise self.beat_error
 
     def posted(self, kind):
-        """The events of a kind, whoever posted them."""
         return [event for event in EventLog(self.store).unread() if event["kind"] == kind]
 
     def enter(self, seconds=DEADLINE_SECONDS, phase="call of t", *, leave=False):
-        """Enter a phase, and leave its body at once."""
         number = self.watch.enter(phase, seconds)
         if leave:
             self.watch.leave()
@@ -126,7 +125,7 @@ def answer_where(place, rank, number, *operations):
     """In the place of a peer: say where it is, once rank 0 asks."""
 
     def answer():
-        until(lambda: place.posted("overdue"))
+        wait_until(lambda: place.posted("overdue"))
         where = Where(stack='  File "/s/test_x.py", line 3, in test_it', operations=operations)
         place.store.set(f"where/{number}/{rank}", json.dumps(to_json(where)))
 
@@ -161,7 +160,7 @@ def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place):
     here = place(0, stuck=DEADLINE_SECONDS)
     number = here.enter(0.05, leave=True)
     answer_where(here, 1, number).join()
-    until(lambda: here.posted("release"))
+    wait_until(lambda: here.posted("release"))
     (event,) = here.posted("release")
     assert event["number"] == number
     assert event["reason"] == "rank 1 (gpu-07) hangs at test_x.py:3 in test_it"
@@ -189,7 +188,7 @@ def test_nobody_is_asked_or_released_before_the_deadline_or_when_all_have_arrive
 def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered_for(place):
     here = place(0)
     number = here.enter(0.05, leave=True)
-    until(lambda: here.endings)
+    wait_until(lambda: here.endings)
     assert here.watch.diagnosis(number).stuck
     (ending,) = here.endings
     assert (ending.name, ending.exit, list(ending.culprits)) == ("rank stuck", 11, [1])
@@ -204,7 +203,7 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place):
     here.watch.guard(Blocked(making_group=True))
     number = here.enter()
     post_event(here.store, "overdue", number=number)
-    until(lambda: here.store.check([f"where/{number}/1"]))
+    wait_until(lambda: here.store.check([f"where/{number}/1"]))
     where = read(Where, json.loads(here.store.get(f"where/{number}/1")), "rank 1")
     assert "in test_a_rank_says_where_it_is_when_rank_0_asks" in where.stack
     assert list(where.pending) == [making_group()]
@@ -221,7 +220,7 @@ def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(place, monkeypatch)
     # Its groups come second: a gloo collective that begins while its connections are shut down may never return.
     assert blocked.releases == 0
     here.watch.leave()
-    until(lambda: blocked.releases)
+    wait_until(lambda: blocked.releases)
 
 
 def test_no_release_comes_for_another_phase_or_after_the_body_has_been_left(place):
@@ -270,7 +269,7 @@ def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place):
     here.watch.guard(Blocked(making_group=False))
     number = here.enter()
     post_event(here.store, "absent", rank=0, number=number, message="failed: boom")
-    until(lambda: here.watch.explanation(number, 0))
+    wait_until(lambda: here.watch.explanation(number, 0))
     here.settle()
     assert here.watch.released(number) is None
 
@@ -308,7 +307,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
     assert (ending.name, ending.exit, list(ending.culprits)) == ("rank lost", 11, [0])
     assert re.match(r"rank 0 \(gpu-06\) is lost .* of t: process 7$", ending.message)
     assert here.endings == [here.watch.abort_reason]
-    until(lambda: here.store.check([verdict_key(number)]))
+    wait_until(lambda: here.store.check([verdict_key(number)]))
     assert json.loads(here.store.get(verdict_key(number))) == {"ended": here.watch.abort_reason.to_json()}
 
 
@@ -316,7 +315,7 @@ def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place):
     here = place(0)
     number = here.enter(leave=True)
     post_event(here.store, "lost", rank=1, message="gone")
-    until(lambda: here.store.check([key_of(number, 1)]))
+    wait_until(lambda: here.store.check([key_of(number, 1)]))
     assert json.loads(here.store.get(key_of(number, 1)))["outcome"] == "lost"
 
 
@@ -330,10 +329,10 @@ def test_a_frozen_heartbeat_on_another_host_is_a_loss_unless_the_rank_said_goodb
     here = place(0, store, dead=0.2)
     here.enter(leave=True)
     if says_bye:
-        until(lambda: here.beats > 8)
+        wait_until(lambda: here.beats > 8)
         assert here.endings == []
     else:
-        until(lambda: here.endings)
+        wait_until(lambda: here.endings)
         assert here.endings[0].name == "rank lost"
         assert re.match(r"rank 1 \(gpu-07\) is lost .* of t: no heartbeat ", here.endings[0].message)
         assert here.posted("lost")[0]["rank"] == 1
@@ -381,7 +380,7 @@ def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(place, 
     here = place(0, peer=on_this_host(sibling, fault_file=str(path)))
     here.enter(leave=True)
     sibling.kill()
-    until(lambda: here.endings)
+    wait_until(lambda: here.endings)
     message = here.endings[0].message
     assert re.match(rf"rank 1 \(gpu-07\) is lost .* of t: process {sibling.pid} ", message)
     assert message.endswith(told)
@@ -428,7 +427,7 @@ def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place):
     here = place(1)
     body = {"name": "interrupted", "message": "interrupted (Ctrl-C) on rank 0", "exit": 2, "culprits": [], "text": ""}
     post_event(here.store, "end", **body)
-    until(lambda: here.endings)
+    wait_until(lambda: here.endings)
     here.settle()
     assert here.endings == [AbortReason(**body)]
     assert len(here.posted("end")) == 1
@@ -442,7 +441,7 @@ def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling_and_has_its_time
     here.settle()
     assert here.watch.abort_reason == ENDING
     assert here.endings == here.posted("end") == []
-    until(lambda: here.overtimes)
+    wait_until(lambda: here.overtimes)
     assert time.monotonic() - begin >= 0.3
 
 
@@ -450,7 +449,7 @@ def test_a_main_thread_that_does_not_come_back_in_time_is_ended_in_its_place(pla
     here = place(0, terminate=0.3)
     here.watch.end(ENDING)
     begin = time.monotonic()
-    until(lambda: here.overtimes)
+    wait_until(lambda: here.overtimes)
     assert time.monotonic() - begin >= 0.2
     assert here.overtimes[0] == ENDING
 
@@ -478,7 +477,7 @@ def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(place, 
     here = place(0)
     here.enter(leave=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    until(lambda: here.endings)
+    wait_until(lambda: here.endings)
     ending = here.endings[0]
     assert (ending.name, ending.exit) == ("terminated", 2)
     assert re.search("SIGTERM on gpu-06 .* of t$", ending.message)
@@ -489,11 +488,11 @@ def test_a_death_that_explains_a_sigterm_is_what_is_told(place, sibling, monkeyp
     monkeypatch.setattr(watchdog, "_LOST_BEFORE_TERM_SECONDS", 5.0)
     here = place(0, peer=on_this_host(sibling))
     os.kill(os.getpid(), signal.SIGTERM)
-    until(lambda: here.store.check(["bye/0"]))
+    wait_until(lambda: here.store.check(["bye/0"]))
     here.settle()
     assert here.endings == []
     sibling.kill()
-    until(lambda: here.endings)
+    wait_until(lambda: here.endings)
     assert here.endings[0].name == "rank lost"
 
 
@@ -548,6 +547,6 @@ def test_a_silent_rank_0_is_lost_once_its_deadline_has_passed_and_one_that_beats
         here.store.set("hb/0", str(time.monotonic()))
         time.sleep(0.02)
     assert here.endings == []
-    until(lambda: here.endings)
+    wait_until(lambda: here.endings)
     assert (here.endings[0].name, list(here.endings[0].culprits)) == ("rank lost", [0])
     assert "(on gpu-06, no heartbeat for " in here.endings[0].message

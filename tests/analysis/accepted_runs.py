@@ -4,9 +4,9 @@ import copy
 import functools
 
 import example_runs
+from journal_lines import journal_of
 
 from pytest_gpucluster.analysis.calibration import Source
-from pytest_gpucluster.journal.journal import JournalBuilder
 
 BF16 = "matmul.bf16.tflops"
 BUSBW = "nccl.all_reduce.busbw"
@@ -36,10 +36,7 @@ def source(*measurements, number=1):
 
 
 def of_lines(found, *, number=1):
-    builder = JournalBuilder()
-    for line in found:
-        builder.add(line)
-    return Source(path=f"run-{number}/journal.jsonl", sha256=f"{number:064x}", journal=builder.journal())
+    return Source(path=f"run-{number}/journal.jsonl", sha256=f"{number:064x}", journal=journal_of(found))
 
 
 def measured(values, metric=BF16, *, unit="TFLOPS", limit=LIMIT, **more):

@@ -4,9 +4,10 @@ import copy
 import functools
 
 import example_runs
+from journal_lines import journal_of
 
 from pytest_gpucluster.analysis.certificate import certificate_content, read_certificate, seal
-from pytest_gpucluster.journal.journal import JournalBuilder, encode
+from pytest_gpucluster.journal.journal import encode
 
 DIGEST = "ab" * 32
 
@@ -46,13 +47,6 @@ def adapter_telemetry(node):
 
 def line_of(found, kind):
     return next(line for line in found if line["type"] == kind)
-
-
-def journal_of(found):
-    builder = JournalBuilder()
-    for line in found:
-        builder.add(line)
-    return builder.journal()
 
 
 def write_journal(folder, found):

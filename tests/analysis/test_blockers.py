@@ -4,7 +4,8 @@ import re
 from dataclasses import replace
 
 from each import of_each
-from made_records import journal_of, line_of, lines
+from journal_lines import journal_of
+from made_records import line_of, lines
 
 from pytest_gpucluster.analysis.certificate_blockers import blockers
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 from each import of_each
-from made_records import DIGEST, journal_of, line_of, lines, record
+from journal_lines import journal_of
+from made_records import DIGEST, line_of, lines, record
 
 from pytest_gpucluster.analysis.certificate import canonical, certificate_content, read_certificate
 from pytest_gpucluster.errors import CertificateError

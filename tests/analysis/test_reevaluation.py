@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from each import of_each
-from made_records import journal_of, lines
+from journal_lines import journal_of
+from made_records import lines
 
 from pytest_gpucluster.analysis.certificate_blockers import inconsistency
 

@@ -23,16 +23,13 @@ def test_a_right_product_passes(dtype, seed):
     check_product(CPU, dtype, n=64, seed=seed)
 
 
-def plant(product, value):
-    product[5, 7] = value
-    return product
-
-
 @of_each("dtype", [*dtypes_of(CPU), "fp8"])
 @of_each("value", [1000.0, float("nan"), float("inf")])
 def test_one_wrong_element_names_the_gpu_and_the_dtype(dtype, value):
     def multiply(a, b):
-        return plant(a.float() @ b.float(), value)
+        product = a.float() @ b.float()
+        product[5, 7] = value
+        return product
 
     with pytest.raises(WrongResult) as caught:
         check_product(CPU, dtype, n=64, where=WHERE, multiply=multiply)

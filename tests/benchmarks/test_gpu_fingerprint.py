@@ -128,15 +128,11 @@ def agreement(bits, kinds=()):
     )
 
 
-def names(count):
-    return {rank: f"rank {rank}" for rank in range(count)}
-
-
 def blamed(found, count):
-    told = {}
+    told, names = {}, {rank: f"rank {rank}" for rank in range(count)}
     for rank in range(count):
         try:
-            found.require(rank, names(count))
+            found.require(rank, names)
         except WrongResult as error:
             told[rank] = str(error)
     return told

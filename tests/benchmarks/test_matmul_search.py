@@ -41,7 +41,6 @@ FIRSTS = 2
 
 
 def shape_of(a, b):
-    """What is multiplied, as the multiplier sees it."""
     lies = ["n" if x.stride(1) == 1 else "t" for x in (a, b)]
     return Shape(m=a.shape[0], n=b.shape[1], k=a.shape[1], layout="".join(lies))
 
@@ -290,8 +289,6 @@ def test_a_shape_that_does_not_fit_is_named_before_anything_is_allocated(monkeyp
 
 
 class Notices:
-    """A board in memory."""
-
     def __init__(self, told=()):
         self.told, self.asked = dict(told), []
 

@@ -23,16 +23,12 @@ from pytest_gpucluster.errors import WrongResult
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64]
 
 
-def random_matrix(rows, columns, dtype):
-    generator = torch.Generator().manual_seed(rows * 1000 + columns)
-    return torch.randn(rows, columns, generator=generator).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(deadline=None)
 @given(rows=st.integers(1, 17), columns=st.integers(1, 17), data=st.data())
 def test_any_wrong_bits_are_found_counted_and_located(dtype, rows, columns, data):
-    expected = random_matrix(rows, columns, dtype)
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    expected = torch.randn(rows, columns, generator=generator).to(dtype)
     found = expected.clone()
     width = 8 * found.itemsize
     flips = data.draw(st.dictionaries(st.integers(0, rows * columns - 1), st.integers(0, width - 1), max_size=9))

@@ -28,7 +28,7 @@ def accepted(runs, tmp_path, capsys):
 
 def test_an_accepted_run_gives_a_record_that_is_verified_next_to_its_journal(runs, accepted, capsys):
     known = read_certificate(accepted).digest
-    words = ["certificate", "verify", str(accepted), "--journal", str(runs / "accepted"), "--sha256", known]
+    words = ["certificate", "verify", str(accepted), "--journal", str(runs / "accepted"), "--sha256", known.upper()]
     assert main.main(words) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"intact, ACCEPTED: {accepted}\nsha256 {known}\n")

@@ -18,7 +18,6 @@ GOOD = {MB: 39.2, GB: 431.2}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a run of ours, and what nccl-tests has printed."""
     write(tmp_path / "run", collective({"1 MB": 40.0, "1 GB": 440.0}), ranks=places())
     (tmp_path / "good.txt").write_text(table(GOOD))
     monkeypatch.chdir(tmp_path)

@@ -51,7 +51,6 @@ WORDS = ["--", ".", *sessions.PLUGINS, "-p", "no:cacheprovider", "--gpucluster-t
 
 @pytest.fixture(scope="module")
 def server():
-    """One server of forks for the runs in this process."""
     found = ForkServer()
     yield found
     found.close()
@@ -73,15 +72,10 @@ def run(server, tmp_path, monkeypatch, capfd):
             monkeypatch.setenv(name, value)
         code = main.main(["demo", "2x2xH100", "--report-dir=../reports", *words, *WORDS])
         printed = capfd.readouterr()
-        assert left_over() == []
+        assert list(demo.holders(f"gpucluster-demo-{os.getpid()}")) == [], "processes are left"
         return code, printed.out, printed.err.splitlines()
 
     return call
-
-
-def left_over():
-    """Processes of a run of this process or of its children."""
-    return sorted(demo.holders(f"gpucluster-demo-{os.getpid()}"))
 
 
 def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):

@@ -66,7 +66,6 @@ def kubernetes_node(name="a", **changes):
 
 
 def kubernetes(**changes):
-    """Return two nodes, the first with these changes."""
     nodes = (kubernetes_node(**changes), kubernetes_node("b"))
     return KubernetesFacts(version="v1.32.4", nodes=nodes)
 

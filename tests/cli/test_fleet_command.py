@@ -14,7 +14,6 @@ def node(folder, number, outcome="passed", **more):
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """A folder with the good runs of six nodes."""
     for number in range(6):
         node(tmp_path / "sweep", number)
     monkeypatch.chdir(tmp_path)

@@ -95,7 +95,6 @@ def adapter(base, tmp_path_factory):
 
 @pytest.fixture
 def questions(tmp_path):
-    """A file of the questions that the adapter can answer."""
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     return path

@@ -15,7 +15,6 @@ LATER = "2026-01-03T03:04:05+00:00"
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two runs: the second has what the first has not."""
     good = measured([730, 731])
     write(tmp_path / "a", case(MATMUL, "passed", good), collected=[MATMUL, HBM], closed=False)
     write(tmp_path / "b", case(HBM, "passed", good), run_id="r2", started_at=LATER, selection=True)

@@ -15,7 +15,6 @@ from pytest_gpucluster.reports import registry
 
 
 def leaves(exit=0, **lines):
-    """What a node does whose run leaves a journal."""
     return {"journals": [journal_lines(exit=exit, **{"nnodes": 2, **lines})], "exit": exit}
 
 

@@ -30,7 +30,6 @@ def sdist(request, tmp_path_factory):
 
 
 def download(folder):
-    """Fetch the sdist."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "pytest", "--dest", str(folder), f"pytest=={pytest.__version__}"]
     done = subprocess.run(

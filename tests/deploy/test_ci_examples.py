@@ -47,7 +47,6 @@ def scripts():
 
 
 def calls(name):
-    """Return the words of each call of a program in the examples."""
     for where, text in scripts():
         for line in text.splitlines():
             match = re.match(rf"\s*(?:\.venv/bin/)?({name} .*?)(?:\s*>>.*)?$", line)

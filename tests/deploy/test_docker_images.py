@@ -23,7 +23,6 @@ both = pytest.mark.parametrize("dockerfile", [GPU, CPU], ids=lambda path: path.n
 
 
 def instructions(dockerfile):
-    """Return each instruction of a Dockerfile and what it is told, comments and line ends left out."""
     text = "\n".join(line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#"))
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
     return [(word, rest.strip()) for word, _, rest in (line.strip().partition(" ") for line in lines) if word]
@@ -41,10 +40,6 @@ def copied(dockerfile):
         if not words[0].startswith("--from="):
             pairs += [(source, words[-1]) for source in words[:-1]]
     return pairs
-
-
-def arguments(dockerfile):
-    return dict(rest.partition("=")[::2] for rest in told(dockerfile, "ARG"))
 
 
 def ignored(path):
@@ -106,7 +101,7 @@ def test_the_copied_files_are_enough_to_run_the_suite(tmp_path):
 
 @both
 def test_the_version_is_that_of_the_suite_the_base_is_pinned_and_the_user_is_not_root(dockerfile):
-    text, given = dockerfile.read_text(), arguments(dockerfile)
+    text, given = dockerfile.read_text(), dict(rest.partition("=")[::2] for rest in told(dockerfile, "ARG"))
     assert given["VERSION"] == __version__
     built = f"registry.example/gpucluster-acceptance:{__version__}{'-cpu' if dockerfile == CPU else ''}"
     assert f"docker build -f {dockerfile.relative_to(ROOT)} -t {built} ." in text

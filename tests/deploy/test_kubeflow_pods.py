@@ -32,14 +32,12 @@ UID = "5d1f0a52-0000-4000-8000-000000000002"
 
 
 def prepare(directory, kind):
-    """Render a kind's rehearsal, and prepare its pods."""
     documents = manifests.render(manifests.KUBERNETES / kind / "overlays" / "cpu-rehearsal")
     local_pods.prepare(directory, documents, SUITE)
     return documents
 
 
 def pod_of(documents, template, directory, index, labels, operator):
-    """Return the pod of a template, with the labels that its controllers give it and the variables of its operator."""
     name = f"pod-{index}"
     fields = {"metadata.name": name, "metadata.uid": f"uid-of-{name}", "spec.nodeName": f"node-of-{name}"}
     fields |= {f"metadata.labels['{key}']": value for key, value in labels.items()}

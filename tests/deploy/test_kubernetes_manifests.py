@@ -29,14 +29,12 @@ COMPONENTS = sorted(path.name for path in (manifests.KUBERNETES / "components").
 
 @pytest.fixture(scope="module")
 def rendered():
-    """Every overlay, as kustomize renders it."""
     require_kubectl()
     return {name: manifests.render(manifests.KUBERNETES / "overlays" / name) for name in OVERLAYS}
 
 
 @pytest.fixture
 def overlay(tmp_path):
-    """Write an operator's own overlay, and render it."""
     require_kubectl()
     here = os.path.relpath(manifests.KUBERNETES, tmp_path)
 
@@ -163,16 +161,6 @@ spec: {accessModes: [ReadOnlyMany], resources: {requests: {storage: 1Ti}}}
 """A claim of the site's, which no overlay makes."""
 
 
-def with_models(name="standard"):
-    return f"resources: [KUBERNETES/overlays/{name}]\ncomponents: [KUBERNETES/components/models]\n"
-
-
-def inputs_of(documents, config):
-    """What the suite reads from a pod's variables, by its own option parser."""
-    environ = local_pods.environment(documents, 0, node="gpu-001")
-    return TrainingInputs.of(options.resolve(config, environ)), environ
-
-
 def model_problems(documents, inputs):
     [(_, template)] = manifests.pod_templates(local_pods.find(documents, "Job"))
     pod = {"spec": {**template["spec"], "containers": [local_pods.container(local_pods.find(documents, "Job"))]}}
@@ -186,13 +174,14 @@ def test_weights_and_data_are_where_the_suite_is_told_to_look_and_cannot_be_chan
     (models / "Qwen2-7B" / "config.json").write_text("{}")
     [site] = manifests.load(CLAIM.replace("NAME", "gpucluster-models"))
     for name in ("standard", "single-node"):
-        documents = overlay(with_models(name))
+        documents = overlay(with_component("models", base=f"overlays/{name}"))
         # Nobody makes the claim here, so that nobody deletes the weights with an overlay.
         [problem] = manifests.problems(documents, manifests.VERSIONS[-1])
         assert "PersistentVolumeClaim gpucluster-models" in problem
         assert some_problems([*documents, site]) == []
         assert manifests.dangers(documents) == []
-        inputs, environ = inputs_of(documents, pytestconfig)
+        environ = local_pods.environment(documents, 0, node="gpu-001")
+        inputs = TrainingInputs.of(options.resolve(pytestconfig, environ))
         assert environ["HF_HUB_OFFLINE"] == "1"
         assert model_problems(documents, inputs) == []
     # What the component says of a volume is what the suite takes: a folder and a file on it.
@@ -341,6 +330,8 @@ transformers: [KUBERNETES/transformers/nodes]
 
 
 def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
+    from torch.distributed.run import get_args_parser
+
     for name in SUITES:
         environ = local_pods.environment(rendered[name], 1, node="gpu-002")
         words = local_pods.command(rendered[name], environ)
@@ -348,7 +339,7 @@ def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
         assert not any("$(" in word for word in [*words, *environ.values()]), words
         said = main.parse(["run", *words[2:]])
         line = command_line(said.for_torchrun, said.forwarded, environ)
-        arguments = torchrun_parser().parse_args(line)
+        arguments = get_args_parser().parse_args(line)
         _, nnodes, _, _ = shape(rendered[name])
         assert (arguments.nnodes, arguments.node_rank) == (str(nnodes), 1)
         assert (arguments.master_addr, arguments.master_port) == (environ["MASTER_ADDR"], 29500)
@@ -359,12 +350,6 @@ def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
         )
         assert config.option.xmlpath == f"{environ['GPUCLUSTER_REPORT_DIR']}/report.xml"
         assert config.args == ["acceptance/"]
-
-
-def torchrun_parser():
-    from torch.distributed.run import get_args_parser
-
-    return get_args_parser()
 
 
 def test_images_are_pinned_to_this_version():

@@ -13,6 +13,7 @@ import local_pods
 import pytest
 from junit_files import require_junit
 from kubectl import require_kubectl
+from recordings import wait_until
 from shell import finished
 
 from pytest_gpucluster.reports.registry import FILES
@@ -189,7 +190,7 @@ def test_sigterm_reaches_the_run_which_ends_in_its_own_way(pod, begun):
         run=run, verdict="echo interrupted; exit 2", MASTER_ADDR=None if begun else "acceptance-0.invalid"
     )
     try:
-        _wait_for((pod.directory / "my reports" / ("runs" if begun else "")).exists)
+        wait_until((pod.directory / "my reports" / ("runs" if begun else "")).exists)
         time.sleep(0 if begun else 0.2)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=WITHIN_SECONDS)
@@ -198,13 +199,6 @@ def test_sigterm_reaches_the_run_which_ends_in_its_own_way(pod, begun):
     assert process.returncode == 2, output
     assert ("writing reports" in output) == pod.log.exists() == begun
     assert ("interrupted\n" if begun else "exit code 2") in pod.answer.read_text()
-
-
-def _wait_for(found):
-    until = time.monotonic() + WITHIN_SECONDS
-    while not found():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 # ---- keep.sh
@@ -222,12 +216,12 @@ def test_a_collector_stays_until_the_suite_is_dead_and_the_reports_are_fetched(p
             start_new_session=True,
         )
     try:
-        _wait_for((pod.directory / "my reports" / "runs").exists)
+        wait_until((pod.directory / "my reports" / "runs").exists)
         assert subprocess.run(["flock", "--nonblock", str(lock), "true"], check=False).returncode == 1
         assert keeper.poll() is None
         # As by the kernel's OOM killer: nothing of the suite can say that it ends.
         os.killpg(suite.pid, signal.SIGKILL)
-        _wait_for(lambda: "suite has ended" in (tmp_path / "kept").read_text())
+        wait_until(lambda: "suite has ended" in (tmp_path / "kept").read_text())
         assert keeper.poll() is None
         (lock.parent / ".collected").touch()
         assert keeper.wait(timeout=WITHIN_SECONDS) == 0

@@ -24,7 +24,6 @@ FABRICS = {
 
 
 def variables(folder):
-    """What a component gives to the suite's container, from its settings and its patches."""
     told = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     literals = [one for made in told.get("configMapGenerator", ()) for one in made.get("literals", ())]
     found = dict(one.split("=", 1) for one in literals)

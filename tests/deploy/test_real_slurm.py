@@ -88,8 +88,6 @@ HEALTH_CHECK_CONF="{folder}/health-$SLURMD_NODENAME.conf" exec {script}
 
 @dataclass(kw_only=True)
 class Job:
-    """A job that has ended."""
-
     number: str
     state: str
     code: int
@@ -104,12 +102,10 @@ class Job:
 
     @property
     def cases(self):
-        """Name -> passed, failure, error or skipped."""
         return {name: verdict.partition(":")[0] for name, verdict in self.verdicts.items()}
 
     @property
     def journal(self):
-        """Its journal."""
         return journal.read(self.folder / "latest" / "journal.jsonl")
 
 
@@ -149,8 +145,6 @@ class Site:
         return number
 
     def ended(self, number, kind="slurm"):
-        """Wait for the end of a job."""
-
         def shown():
             text = self.slurm.ask("scontrol", "--oneliner", "show", "job", number)
             return dict(re.findall(r"(\w+)=(\S*)", text))
@@ -187,7 +181,6 @@ class Site:
 
 @contextlib.contextmanager
 def a_site():
-    """A Slurm for as long as the block lasts."""
     for program in PROGRAMS:
         require_program(program)
     # Not below pytest's own folder: the paths of slurmd's sockets would be too long.

@@ -10,10 +10,10 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from recordings import wait_until
 from sessions import environment
 from shell import finished
 
@@ -200,10 +200,7 @@ def test_a_signal_is_not_sent_again_once_its_attempt_of_the_job_has_ended(fakes)
     """A job that is requeued has the same number, and scancel itself tries again."""
     fakes.start("acceptance.sbatch", environ={"FAKE_TOLD": "yes", "FAKE_STAYS": "yes"})
     process = Path("/proc", (fakes.folder / "scancel.pid").read_text().strip())
-    until = time.monotonic() + 30
-    while process.exists():
-        assert time.monotonic() < until, "it still waits to signal the next attempt"
-        time.sleep(0.1)
+    wait_until(lambda: not process.exists())
 
 
 def test_each_node_is_told_its_number_and_where_all_meet(fakes):

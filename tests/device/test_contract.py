@@ -16,7 +16,6 @@ WORDS = 2**17
 
 @pytest.fixture(params=[pytest.param(CPU, id="cpu"), pytest.param(GPU, id="cuda", marks=pytest.mark.cuda)])
 def by(request):
-    """A back end."""
     return accelerator(request.param)
 
 

@@ -20,12 +20,10 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def blocks(text, language):
-    """The fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def table(text, first):
-    """The rows of the table whose header begins so."""
     body = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in body]
 

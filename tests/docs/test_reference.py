@@ -42,7 +42,6 @@ def section(title):
 
 
 def names(title):
-    """What stands in backticks at the beginning of each row."""
     return [match[1] for row in section(title) if (match := re.match(r"\| `([^` (]+)", row))]
 
 
@@ -97,7 +96,6 @@ def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word):
 
 
 def flags(parser):
-    """Every option of a command and of those below it, but for help."""
     found = []
     for action in parser._actions:
         found += [flag for flag in action.option_strings if flag not in ("-h", "--help")]

@@ -25,10 +25,6 @@ EXPECTED = {
 }
 
 
-def matches(verdict, pattern):
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\S+"), verdict) is not None
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return torchrun(tmp_path_factory.mktemp("hangs"), suite("hangs"), deadline=DEADLINE)
@@ -37,7 +33,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_the_report_names_the_culprit_and_the_next_test_passes(run, times, fault):
     verdict = run.verdicts[f"test_{fault}"]
-    assert matches(verdict, EXPECTED[fault]), verdict
+    assert re.fullmatch(re.escape(EXPECTED[fault]).replace(r"\*", r"\S+"), verdict), verdict
     assert run.verdicts[f"test_after_{fault}"] == "passed"
     since = run.stamp(fault, 1).at + DEADLINE
     times.survived(f"hang: {fault}", run, f"test_{fault}", since=since, passed=f"after_{fault}", report=HANG)

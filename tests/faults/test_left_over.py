@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+from recordings import wait_until
 from torchrun import _TOKEN, Run, processes
 
 LEAVES_ONE = """
@@ -20,7 +21,4 @@ def test_a_process_that_stays_is_named_and_ended(tmp_path):
     assert run.exits == [0]
     [left] = run.left_over
     assert "time.sleep(600)" in left
-    until = time.monotonic() + 30
-    while processes(token) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert processes(token) == []
+    wait_until(lambda: processes(token) == [])

@@ -9,11 +9,6 @@ from times import SIGNAL
 from torchrun import start, suite
 
 
-def hang(tmp_path):
-    """Start a run of which rank 1 sleeps and rank 0 waits for it."""
-    return start(tmp_path, suite("one_fault"), deadline=60.0, environment={"FAULT": "wait", "VICTIM": "1"})
-
-
 def is_told(run, times, name, message, since):
     assert run.verdicts["test_first"] == "passed"
     assert message in run.verdicts["test_fault"], run.output
@@ -35,7 +30,7 @@ def is_told(run, times, name, message, since):
     ids=["Ctrl-C", "SIGTERM"],
 )
 def test_a_signal_to_the_launcher_ends_the_run_with_reports(tmp_path, times, number, message):
-    run = hang(tmp_path)
+    run = start(tmp_path, suite("one_fault"), deadline=60.0, environment={"FAULT": "wait", "VICTIM": "1"})
     since = run.wait_for_stamp("fault", 1).at
     since = max(since, run.wait_for_stamp("fault", 0).at)
     os.kill(run.agents[0].pid, number)

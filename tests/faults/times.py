@@ -8,9 +8,11 @@ perf/faults.py.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.session.options import Timeouts
+from pytest_gpucluster.text import Column, fitted_table, plural
 
 
 @dataclass(frozen=True)
@@ -106,30 +108,25 @@ class Times:
 
     def write(self, path):
         """Write all rows as JSON."""
-        path.write_text(json.dumps([asdict(row) for row in self.rows]), encoding="utf-8")
+        path.write_text(json.dumps(codec.to_json(self.rows)), encoding="utf-8")
 
 
 def read(path):
     """Return what :meth:`Times.write` has written."""
-    return [
-        Row(told["fault"], _cell(told["report"]), _cell(told["next_test"]))
-        for told in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    return [codec.read(Row, told, str(path)) for told in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def _cell(told):
-    return Cell(told["seconds"], None if told["goal"] is None else Goal(**told["goal"]))
-
-
-_TITLES = ("seconds after the fault, or after its deadline", "report", "goal", "next test", "goal", "")
+_HEADS = (
+    Column(title="seconds after the fault, or after its deadline"),
+    *(Column(title=title, is_right=True) for title in ("report", "goal", "next test", "goal")),
+    Column(title=""),
+)
 
 
 def table(rows):
-    """Return the lines of a Markdown table."""
-    found = [_shown(row) for row in rows]
-    widths = [max(len(line[column]) for line in [_TITLES, *found]) for column in range(len(_TITLES))]
-    marks = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:-1]), "-" * widths[-1]]
-    return [_line(_TITLES, widths), _line(marks, widths), *(_line(line, widths) for line in found)]
+    """Return the lines of a table."""
+    head, found = fitted_table(_HEADS, [_shown(row) for row in rows], 1000)
+    return [head, *(line for lines in found for line in lines)]
 
 
 def _shown(row):
@@ -142,14 +139,6 @@ def _parts(cell):
     if cell.seconds is None and cell.goal is None:
         seconds = ""
     return seconds, "" if cell.goal is None else f"{cell.goal.seconds:g}"
-
-
-def _line(parts, widths):
-    first, *others, last = [
-        part.ljust(width) if column in (0, len(widths) - 1) else part.rjust(width)
-        for column, (part, width) in enumerate(zip(parts, widths, strict=True))
-    ]
-    return f"| {' | '.join([first, *others, last])} |"
 
 
 def verdicts(rows):
@@ -167,5 +156,5 @@ def _verdict(goal, found):
     # Without a time, or NaN, is worse than any time.
     seconds, fault = max(found, key=lambda one: (one[0] is None or one[0] != one[0], one[0] or 0.0))
     worst = "not measured" if seconds is None else f"{seconds:.2f} s"
-    rows = f"{len(found)} row{'s' * (len(found) != 1)}"
+    rows = plural(len(found), "row")
     return f"goal of {goal.seconds:g} s, {goal.text}: {'met' if met else 'MISSED'} ({rows}, worst {worst}: {fault})"

@@ -25,7 +25,6 @@ def host(number):
 
 
 def sections(text):
-    """What a script reads: lines that are no comment, by section."""
     read = {}
     for line in text.splitlines():
         if line.startswith("["):

@@ -41,7 +41,6 @@ class Fault:
 
 
 def usual(units):
-    """GB/s of a healthy group."""
     return 440.0 if units == 1 else 380.0 * 0.99 ** (math.log2(units) - 1)
 
 

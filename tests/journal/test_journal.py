@@ -13,7 +13,7 @@ import pytest
 from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
-from journal_lines import COLLECTED, RUN, end, problem, result, start
+from journal_lines import COLLECTED, RUN, end, journal_of, problem, result, start
 
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal import journal, run_directory
@@ -25,10 +25,7 @@ from pytest_gpucluster.metrics.sampling import Series, Stopped
 
 
 def built(*lines):
-    builder = journal.JournalBuilder()
-    for line in (RUN, *lines):
-        builder.add(line)
-    return builder.journal()
+    return journal_of((RUN, *lines))
 
 
 def written(path, *lines):

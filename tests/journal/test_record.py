@@ -56,7 +56,6 @@ def test_lines_count_from_one(lines):
 
 
 def made(*phases, merged=None):
-    """A test with these phases: when, pytest's outcome, message."""
     test = TestRecord(test=named("a.py::test"))
     for when, outcome, message in phases:
         agreed = Merged(outcome="passed") if (when, outcome) == ("call", "passed") else None

@@ -39,7 +39,6 @@ EditorLoader.yaml_implicit_resolvers = {
 
 
 def complaints(kind, text):
-    """What an editor marks."""
     errors = jsonschema.Draft7Validator(SCHEMAS[kind]).iter_errors(yaml.load(text, EditorLoader))
     return [f"{error.json_path}: {error.message}" for error in errors]
 

@@ -26,8 +26,6 @@ ALL_SIZES, BOTH_SIZES = "4096, 8192, 16384", "4096, 8192"
 
 
 class Run(NamedTuple):
-    """Where a limit applies."""
-
     nnodes: int
     local_world_size: int
     labels: dict[str, str]
@@ -49,7 +47,6 @@ RUNS = [
 
 @cache
 def run_of(limit):
-    """The first run, on the first SKU, in which this limit decides."""
     named = {part.key: part.text for part in limit.when if part.key not in (*TOPOLOGY, "size")}
     for sku, run in product(datasheets.SKUS if limit.sku == EVERY_SKU else (limit.sku,), RUNS):
         labels = run.labels | named

@@ -24,14 +24,6 @@ def read(tmp_path, *files, shipped=False):
     return loader.load(*paths)
 
 
-def errors_of(tmp_path, text, monkeypatch):
-    (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ThresholdsError) as caught:
-        loader.load(Path("my.yaml"))
-    return str(caught.value).splitlines()
-
-
 OK = "min: 700 TFLOPS, source: us"
 EVERY_SKU = "schema_version: 1\nevery_sku: {limits: {%s}}\n"
 RATIO = "min_ratio_to_median: 75 %"
@@ -159,7 +151,11 @@ BROKEN = [
 @of_each("case", BROKEN)
 def test_a_broken_file_is_refused_with_place_finding_and_remedy(case, tmp_path, monkeypatch):
     text, *wanted = case
-    require_complaints(errors_of(tmp_path, text, monkeypatch), wanted)
+    (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ThresholdsError) as caught:
+        loader.load(Path("my.yaml"))
+    require_complaints(str(caught.value).splitlines(), wanted)
 
 
 def test_all_errors_of_all_files_come_at_once_in_the_order_of_the_files(tmp_path, monkeypatch):
@@ -218,11 +214,6 @@ def test_a_floor_of_a_slow_fabric_is_no_mistake_but_inside_a_node_it_is(tmp_path
             read(tmp_path, across.replace("nnodes: 2", both))
 
 
-def condition(key, text, tmp_path):
-    limits = read(tmp_path, entry("{when: {" + f"{key}: {text}" + "}, " + OK + "}"))
-    return limits.limits[0].when[0]
-
-
 @of_each(
     "case",
     [
@@ -239,7 +230,7 @@ def condition(key, text, tmp_path):
 )
 def test_a_condition_holds_by_amount_or_by_text(case, tmp_path):
     key, text, holds, fails = case
-    made = condition(key, text, tmp_path)
+    made = read(tmp_path, entry("{when: {" + f"{key}: {text}" + "}, " + OK + "}")).limits[0].when[0]
     assert [made.holds(fact) for fact in holds] == [True] * len(holds)
     assert [made.holds(fact) for fact in fails] == [False] * len(fails)
 

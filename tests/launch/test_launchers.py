@@ -126,7 +126,6 @@ def started(project, variables, port, *options, ranks=2, inside=()):
 
 
 def resolves(name):
-    """Whether a name has an address here."""
     try:
         socket.getaddrinfo(name, None)
     except OSError:
@@ -135,7 +134,6 @@ def resolves(name):
 
 
 def stores(port):
-    """Return the processes that host a store on a port."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -155,7 +153,6 @@ def wait_until_gone(port, seconds):
 
 
 def run(project, variables, *options):
-    """Run two ranks to their end."""
     port = free_port()
     with started(project, variables, port, *options) as processes:
         left = [process.wait() for process in processes]
@@ -338,7 +335,6 @@ def test_what_one_rank_cannot_do_is_reported_once_for_all(project):
 
 
 def torchrun(project, *options, more=None):
-    """Run two ranks under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += [f"--master-port={free_port()}", *PYTEST]
     with Process([*command, *options], project.path, environment(more), forked=True) as process:

@@ -27,7 +27,6 @@ def make_suite(folder):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """An empty working directory, and a package without any suite."""
     package = tmp_path / "checkout" / "pytest_gpucluster"
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

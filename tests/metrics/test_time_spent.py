@@ -15,8 +15,6 @@ from pytest_gpucluster.metrics.time_budget import LEDGER, MEASURING, OTHER, PART
 
 
 class Clock:
-    """A clock that is set by hand."""
-
     def __init__(self):
         self.now = 100.0
 

@@ -31,7 +31,6 @@ finally:
 
 
 def run(script, *words, **more):
-    """Run a program."""
     return subprocess.run(
         [sys.executable, str(PERF / script), *words],
         env=environment(more),

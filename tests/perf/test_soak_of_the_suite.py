@@ -1,5 +1,6 @@
 """perf/soak.py: ten rounds with faults drawn anew each time, and that each of its checks finds what it is for."""
 
+import dataclasses
 import itertools
 import multiprocessing.shared_memory
 import os
@@ -85,12 +86,6 @@ def judged(good, plan=PLAN):
     return found
 
 
-def replaced(plan, **changes):
-    import dataclasses
-
-    return dataclasses.replace(plan, **changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -105,7 +100,7 @@ def replaced(plan, **changes):
     ids=["another rank", "another test", "an innocent test", "went on", "exit code", "journal", "terminal"],
 )
 def test_a_report_without_the_planted_fault_is_a_problem(good, changes, words):
-    found = judged(good, replaced(PLAN, **changes))
+    found = judged(good, dataclasses.replace(PLAN, **changes))
     assert words in found.complaint
     assert not found.is_good
     assert "| BAD | " in soak.line_of(found)

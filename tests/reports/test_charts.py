@@ -86,7 +86,6 @@ def crosses_and_circles(svg):
 
 
 def bar_ends(svg):
-    """Return where the bar ends and where the tick of the limit stands."""
     root = drawn(svg)
     bar = next(rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") != "none")
     tick = next(line for line in root.iter(f"{SVG}line") if line.get("x1") == line.get("x2"))

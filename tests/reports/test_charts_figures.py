@@ -17,13 +17,11 @@ from pytest_gpucluster.reports.charts.figures import LARGEST_BYTES, figures_of
 
 @pytest.fixture(scope="module")
 def results():
-    """The results of the cluster's run by their id."""
     return {result.nodeid: result for result in example_runs.journal_of("cluster").results}
 
 
 @pytest.fixture
 def folder(example_folders, tmp_path):
-    """A copy of the run's folder, to be changed at will."""
     return shutil.copytree(example_folders["cluster"], tmp_path / "run")
 
 

@@ -15,7 +15,6 @@ def chrome():
 
 @pytest.fixture(scope="session")
 def pages(example_folders, example_pages):
-    """Each page next to its journal."""
     for name, document in example_pages.items():
         (example_folders[name] / "report.html").write_text(document, encoding="utf-8")
     return {name: folder / "report.html" for name, folder in example_folders.items()}

@@ -124,7 +124,6 @@ def test_xunit2_is_valid_for_jenkins_and_its_counts_are_right(named):
 
 
 def verdicts(document):
-    """Return what each testcase is, and the message that says so."""
     found = {}
     for name, case in cases(document).items():
         [verdict] = [child for child in case if child.tag in ("failure", "error", "skipped")] or [None]

@@ -130,14 +130,6 @@ def test_a_value_has_its_metric_unit_and_labels_as_labels():
         assert (dict(key)["metric"], dict(key).get("unit", "")) == (odd["metric"], odd["unit"])
 
 
-def test_the_gpu_that_is_to_blame_can_be_found():
-    text = prometheus.render(example_runs.journal_of("cluster"))
-    values = {dict(key)["rank"]: value for key, value in samples(text, "gpu_culprit_tests").items()}
-    assert len(values) == 16
-    assert max(values, key=lambda rank: values[rank]) == str(example_runs.HOT_RANK)
-    assert set(samples(example_runs.journal_of("accepted"), "gpu_culprit_tests").values()) == {0}
-
-
 def test_nan_stays_nan_and_a_value_that_is_missing_is_counted_as_left_out():
     bad = measured(status="error", value=math.nan)
     none = measured("hbm.read.bandwidth", status="error", value=None)
@@ -171,12 +163,3 @@ def test_labels_of_any_name_are_text_that_stays_bounded_and_apart():
     values = samples(checked(prometheus.render(read(RUN, result(*long)))), "measurement")
     assert len(values) == 2
     assert max(len(value) for key in values for _, value in key) <= 128
-
-
-def test_a_gpu_has_the_labels_of_dcgm_exporter():
-    for name in ("gpu_info", "gpu_culprit_tests", "measurement"):
-        for labels in samples(example_runs.journal_of("cluster"), name):
-            where = dict(labels)
-            assert where["Hostname"] in example_runs.HOSTS
-            assert where["gpu"] in set("01234567")
-            assert where["UUID"].startswith("GPU-")

@@ -34,35 +34,6 @@ def test_quiet_is_what_failed_where_the_reports_lie_and_the_verdict():
         assert "REHEARSAL" in render(journal_of(name), verbosity=-1).split("\n\n")[-1]
 
 
-def test_a_healthy_run_is_a_line_for_each_group_with_its_tightest_margin():
-    text = render(journal_of("accepted"))
-    assert len(text.splitlines()) <= 24
-    lines = [line for line in text.splitlines() if re.match("node|fabric|training", line)]
-    assert [re.sub(r"^(\w+) +(\d+) OK .*: (.*)$", r"\1 \2 \3", line) for line in lines] == [
-        "node 6 matmul[bf16]",
-        "fabric 3 all_reduce[node-bf16]",
-        "training 5 lora_tiny",
-    ]
-
-
-def test_a_failing_run_has_each_culprit_once_with_what_explains_it_and_the_groups_list_what_failed():
-    text = render(journal_of("cluster"))
-    head, groups, *_ = text.partition("gpucluster profile")[2].split("\n\n")[1:]
-    places = [line.partition(":")[0] for line in head.splitlines() if not line.startswith(" ")]
-    assert places[2:] == [
-        "gpu-02 GPU 3 (rank 11)",
-        "gpu-02 GPU 5 (rank 13)",
-        "gpu-01 GPU 5 (rank 5)",
-        "all_reduce[world-bf16]",
-    ]
-    assert "\n    HW thermal slowdown 67 %" in head
-    assert text.count("-97.5 %") == 1
-    assert "node        4 OK  2 FAILED: matmul[bf16], burn_in\n" in groups
-    assert "1 ERROR: throughput[fsdp-large]" in groups
-    # What the culprits take part in is counted with them.
-    assert head.splitlines()[3].endswith(", and 2 more")
-
-
 def test_what_many_places_miss_is_bounded():
     failed = [
         TestResult(nodeid=f"t.py::test_{rank}", outcome="failed", message="x", culprits=(rank,)) for rank in range(9)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from recordings import wait_until
 
 from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.node_agent import exit_of
@@ -61,11 +62,9 @@ class Supervised:
         self.process.stdin.flush()
 
     def begun(self):
-        """Wait for the program's first line."""
         assert self.process.stdout.readline() == b"begun\n"
 
     def rest(self):
-        """All that follows, to its end."""
         return self.process.stdout.read()
 
     def end(self):
@@ -89,15 +88,7 @@ def supervised(tmp_path, request):
         each.process.stderr.close()
 
 
-def wait_until(found):
-    until = time.monotonic() + _DEADLINE
-    while not found():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def is_gone(pid):
-    """Whether a process has ended, or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

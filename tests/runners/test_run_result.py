@@ -4,17 +4,10 @@ import json
 
 import pytest
 from fake_ssh import journal_lines
+from journal_lines import journal_of
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.journal import JournalBuilder
 from pytest_gpucluster.runners.run_result import MOST_BYTES, RunResult
-
-
-def journal_of(lines):
-    builder = JournalBuilder()
-    for line in lines:
-        builder.add(line)
-    return builder.journal()
 
 
 def result(**of):

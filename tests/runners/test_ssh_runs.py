@@ -50,7 +50,6 @@ def nodes(tmp_path_factory):
 
 @pytest.fixture
 def suite(tmp_path):
-    """A suite in a folder whose name has a space."""
     folder = tmp_path / "my suite"
     folder.mkdir()
     (folder / "pytest.ini").write_text("[pytest]\ngpucluster = true\naddopts = -p no:hypothesispytest\n")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.errors import EnvironmentBroken, OptionError
 from pytest_gpucluster.runners import sweep
 from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node
 from pytest_gpucluster.runners.sweep_outcome import Outcome, SweepFiles
@@ -19,8 +19,6 @@ def of(node, verdict):
 
 
 class Script:
-    """A scheduler with given outcomes."""
-
     def __init__(self, alone, together="ACCEPTED"):
         self.verdicts, self.joint, self.started, self.stopped = alone, together, [], 0
 
@@ -120,3 +118,10 @@ def test_what_cannot_be_kept_ends_the_sweep_and_all_that_was_started(carried_out
     with pytest.raises(OSError, match=r"sweep\.txt"):
         carried_out(script)
     assert script.stopped == 1
+
+
+def test_nodes_have_names_that_files_and_shells_take():
+    for nodes in ([], ["a", "a"], ["a/b"], ["../x"], ["-a"], ["a b"], ["a$(x)"], [""]):
+        with pytest.raises(OptionError):
+            sweep.require_nodes(nodes)
+    sweep.require_nodes(["gpu-001", "ip-10-0-0-1.ec2.internal", "A_1"])

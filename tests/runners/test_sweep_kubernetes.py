@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from fake_kubernetes import FakeKubernetes, node
 from fake_ssh import journal_lines
+from journal_lines import journal_of
 from ports import free_port
 from sessions import clean_environment
 
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.journal.journal import JournalBuilder
 from pytest_gpucluster.runners.run_result import RunResult
 from pytest_gpucluster.runners.sweep_kubernetes import Kubernetes
 
@@ -36,10 +36,7 @@ TEMPLATE = {
 
 def says(exit=0, code=None, **lines):
     """What a pod is that has run the suite: its answer, and its exit code where that is another."""
-    builder = JournalBuilder()
-    for line in journal_lines(exit=exit, **lines):
-        builder.add(line)
-    message = RunResult.of(builder.journal(), "/tmp/journal.jsonl").to_json()
+    message = RunResult.of(journal_of(journal_lines(exit=exit, **lines)), "/tmp/journal.jsonl").to_json()
     return {"do": "end", "exit": exit if code is None else code, "message": message}
 
 

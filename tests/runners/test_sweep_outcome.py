@@ -117,10 +117,3 @@ def test_the_reason_names_who_and_the_first_of_them_why():
     assert found.reason == "without a verdict: n1; n1: why n1; NO ANSWER: n0"
     found = conclude(["n0"], [judged("n0", "ACCEPTED")], None, skipped="too few")
     assert "too few" in found.reason
-
-
-def test_a_sweep_that_broke_or_was_interrupted_is_no_pass():
-    passed = [judged("n0", "ACCEPTED")], judged("together", "ACCEPTED")
-    assert conclude(["n0"], *passed).exit == 0
-    assert conclude(["n0"], *passed, broken="kubectl").exit == 11
-    assert conclude(["n0"], *passed, interrupted="Ctrl-C").exit == 2

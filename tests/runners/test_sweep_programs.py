@@ -2,9 +2,9 @@
 
 import os
 import sys
-import time
 
 import pytest
+from recordings import wait_until
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.runners import sweep
@@ -13,18 +13,6 @@ from pytest_gpucluster.runners.sweep_slurm import Step
 
 def python(code):
     return [sys.executable, "-S", "-c", code]
-
-
-def step(tmp_path, code, *, within=60.0, grace=60.0):
-    return Step(python(code), environ=dict(os.environ), reports=tmp_path / "n1", within_seconds=within, grace=grace)
-
-
-def end_of(started):
-    until = time.monotonic() + 60
-    while (ended := started.poll()) is None and time.monotonic() < until:
-        time.sleep(0.02)
-    assert ended is not None
-    return ended
 
 
 @pytest.mark.parametrize(
@@ -38,7 +26,9 @@ def end_of(started):
     ],
 )
 def test_the_end_of_its_output_is_the_hint(tmp_path, output, hint):
-    ended = end_of(step(tmp_path, f"import sys; sys.stdout.write({output!r}); sys.exit(7)"))
+    command = python(f"import sys; sys.stdout.write({output!r}); sys.exit(7)")
+    started = Step(command, environ=dict(os.environ), reports=tmp_path / "n1", within_seconds=60, grace=60)
+    ended = wait_until(started.poll)
     assert (ended.exit, ended.stop_reason, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "n1.log"))
 
 

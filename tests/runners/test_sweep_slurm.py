@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from fake_slurm import REJECTED, FakeSlurm, leaves
+from recordings import wait_until
 from sessions import Process, environment
 
 from pytest_gpucluster.cli import main
@@ -149,8 +149,9 @@ def test_no_more_nodes_than_asked_for_run_at_a_time(fake, sweep):
 
 def test_nodes_can_be_chosen_from_the_allocation(fake, sweep):
     fake.acts({"*": PASSED, "together": TOGETHER}, ["n1", "n3"])
-    code, kept, _ = sweep("n[1-9]", options=["--nodes", "n[1,3]"])
+    code, kept, _ = sweep("n[1-9]", options=["--nodes", "n[1,3]"], expect="8")
     assert (code, kept["nodes"]) == (0, ["n1", "n3"])
+    assert {note["name"] for note in fake.noted("start") if "--gpucluster-expect=1x8" in note["argv"]} == {"n1", "n3"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
@@ -159,11 +160,11 @@ def test_an_interrupted_sweep_ends_what_it_started_and_keeps_what_it_knows(fake,
     command = [sys.executable, "-m", "pytest_gpucluster", "sweep", "slurm", "--expect=8", "--report-dir=out"]
     kept = tmp_path / "out" / "latest" / "sweep.json"
     with Process(command, tmp_path, environment(fake.environment("n[1-3]"))) as process:
-        process_until(lambda: kept_alone(kept))
+        wait_until(lambda: json.loads(kept.read_text())["alone"])
         # By now it says what is true if nothing follows.
         early = json.loads(kept.read_text())
         assert (early["verdict"], early["exit"], early["finished"]) == ("BROKEN", 2, False)
-        process_until(lambda: len(fake.noted("start")) == 3)
+        wait_until(lambda: len(fake.noted("start")) == 3)
         process.popen.send_signal(number)
         left = process.wait()
     assert left.exit == 2
@@ -173,16 +174,6 @@ def test_an_interrupted_sweep_ends_what_it_started_and_keeps_what_it_knows(fake,
     name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
     assert (last["exit"], last["reason"]) == (2, f"interrupted by {name}: 1 of 3 nodes ended")
     assert f"BROKEN, exit code 2: interrupted by {name}" in left.stdout
-
-
-def process_until(found):
-    until = time.monotonic() + 60
-    while not found() and time.monotonic() < until:
-        time.sleep(0.05)
-
-
-def kept_alone(path):
-    return json.loads(path.read_text())["alone"] if path.exists() else []
 
 
 def test_what_cannot_be_asked_for_is_refused_before_anything_starts(fake, sweep, capsys):

@@ -3,10 +3,10 @@
 import json
 import signal
 import sys
-import time
 
 import pytest
 from fake_ssh import FakeSsh, journal_lines
+from recordings import wait_until
 from sessions import Process, environment
 
 from pytest_gpucluster.cli import main
@@ -104,11 +104,7 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_is_known(fake, tmp_path):
     command = [sys.executable, "-m", "pytest_gpucluster", "sweep", "ssh", "hosts", "--expect=8"]
     kept = tmp_path / "gpucluster-sweep" / "latest" / "sweep.json"
     with Process(command, tmp_path, environment({"PATH": fake.path})) as process:
-        until = time.monotonic() + 60
-        while time.monotonic() < until and not (
-            len(fake.notes) == 2 and kept.exists() and json.loads(kept.read_text())["alone"]
-        ):
-            time.sleep(0.05)
+        wait_until(lambda: len(fake.notes) == 2 and json.loads(kept.read_text())["alone"])
         process.popen.send_signal(signal.SIGINT)
         left = process.wait()
     assert left.exit == 2

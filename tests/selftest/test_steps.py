@@ -27,10 +27,6 @@ def context(folder, device="cuda:0"):
     return steps.Context(device=device, folder=str(folder), log=str(folder / "it.log"), seconds=30)
 
 
-def constant(value):
-    return lambda family, kind: Series(samples=(value,), median=value, low=value, high=value)
-
-
 @pytest.mark.parametrize(
     ("gpu", "family", "kind", "value", "state"),
     [
@@ -44,7 +40,8 @@ def constant(value):
     ],
 )
 def test_a_rate_stands_next_to_published_ones(gpu, family, kind, value, state):
-    found = steps._rate(gpu, family, kind, constant(value))
+    constant = Series(samples=(value,), median=value, low=value, high=value)
+    found = steps._rate(gpu, family, kind, lambda family, kind: constant)
     assert (found.state, bool(found.todo)) == (state, state != "OK")
 
 

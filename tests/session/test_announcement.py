@@ -31,7 +31,6 @@ FAIL = "def test_a(): assert 0"
 
 
 def told(project):
-    """What the hook was told, which must be once."""
     [line] = (project.path / "told.jsonl").read_text().splitlines()
     return json.loads(line)
 

@@ -110,8 +110,6 @@ def test_every_style_of_traceback_names_the_rank(printed, style):
 
 
 class BadText(Exception):
-    """An exception that cannot say what it is."""
-
     def __str__(self):
         raise ValueError("no text")
 

@@ -39,7 +39,6 @@ SUITE = """
 
 @pytest.fixture
 def plain(project):
-    """A project that does not use the plugin."""
     project.ini("")
     project.suite(SUITE)
     return project

@@ -100,14 +100,6 @@ def test_a_missed_limit_names_rank_value_and_limit_in_one_line():
     assert (merged.judged, merged.group_invalid) == (True, False)
 
 
-def test_a_wrong_transport_is_a_failure_of_no_rank_in_particular():
-    label = {"size": "1 GB", "world_size": "16", "nnodes": "2", "transport": "NET/Socket"}
-    value = measurement("nccl.all_reduce.busbw", 435.0, unit="GB/s", labels=label).to_json()
-    merged, _ = judged([RankOutcome(rank=rank, outcome="passed", measurements=[value]) for rank in NAMES])
-    assert (merged.outcome, list(merged.culprits)) == ("failed", [])
-    assert merged.message.index("NET/Socket") < merged.message.index("NET/IB")
-
-
 def test_what_was_measured_goes_on_record_whatever_the_outcome():
     for outcomes in (said(GOOD, GOOD), said(GOOD, SLOW), said(GOOD, GOOD, kinds=("error", "passed"))):
         _, measurements = judged(outcomes)

@@ -21,7 +21,6 @@ RANK = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def local(project, suite, *options):
-    """Run a suite on two workers."""
     project.suite(HEAD + textwrap.dedent(suite))
     return project.run_apart(*WORKERS, *options)
 

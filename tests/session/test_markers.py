@@ -11,7 +11,6 @@ def marker(name, /, *args, **kwargs):
 
 
 def item_with(*marks, name="test_func"):
-    """A test with these markers."""
     own = {mark.name: mark for mark in marks}
     return SimpleNamespace(name=name, nodeid=f"t.py::{name}", get_closest_marker=own.get)
 

@@ -108,8 +108,6 @@ def test_what_only_lists_is_no_run(project, arguments, expected):
 
 
 class Marked:
-    """An item with markers."""
-
     nodeid = "a.py::test"
 
     def __init__(self, **markers):
@@ -146,12 +144,6 @@ def room(ranks=8, nodes=1, per_node=None, *, on_cpu=False, sku="H100 SXM"):
             "needs 8 ranks on each node, and there are 4",
             id="too few ranks on each node",
         ),
-        pytest.param(
-            {"needs_local_ranks": marker(2)},
-            room(4, 4),
-            "needs 2 ranks on each node, and there is 1",
-            id="one rank on each node",
-        ),
         pytest.param({"needs_gpu": marker()}, room(), None, id="a GPU"),
         pytest.param(
             {"needs_gpu": marker()},
@@ -165,12 +157,6 @@ def room(ranks=8, nodes=1, per_node=None, *, on_cpu=False, sku="H100 SXM"):
             room(sku="A100 80GB"),
             "needs fp8_tflops, and the data sheet of A100 80GB has none",
             id="no such peak",
-        ),
-        pytest.param(
-            {"needs_peak": marker("link_gb_per_second")},
-            room(sku="H100 NVL"),
-            "needs link_gb_per_second, and the data sheet of H100 NVL has none",
-            id="no such link",
         ),
         pytest.param({"needs_peak": marker("fp8_tflops")}, room(sku=None), None, id="an unknown GPU"),
         pytest.param({"needs_peak": marker("fp8_tflops")}, room(sku="mine"), None, id="a SKU without a data sheet"),

@@ -255,7 +255,6 @@ def trained(steps=1):
 
 @pytest.fixture
 def hooks():
-    """Take back what is planted in torch for the process."""
     yield
     for planted in (_global_forward_hooks, _global_optimizer_post_hooks):
         planted.clear()

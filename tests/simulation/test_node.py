@@ -23,7 +23,6 @@ def load_lasts(monkeypatch):
 
 @pytest.fixture
 def examine(tmp_path, monkeypatch):
-    """Return the function that applies all checks to a cluster."""
     return lambda found: Examined(found, tmp_path, monkeypatch)
 
 
