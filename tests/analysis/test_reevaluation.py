@@ -73,7 +73,6 @@ def test_a_value_that_does_not_pass_is_doubted(journal, case):
 
 def test_a_transport_that_the_limit_does_not_allow_is_doubted(journal):
     one = judged(journal, BUSBW)
-    assert one.limit is not None
     assert one.limit.expect_transport == ("NET/IB",)
     assert "NET/Socket" in inconsistency(replace(one, labels={**one.labels, "transport": "NET/Socket"}), journal)
     without = {key: label for key, label in one.labels.items() if key != "transport"}

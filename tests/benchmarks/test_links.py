@@ -354,7 +354,6 @@ def test_data_that_were_not_meant_are_wrong_in_nearly_all_words(spoil):
     assert WRITER.compare(received, pattern_of(0, 1, 5)) is None
     spoil(received)
     found = WRITER.compare(received, pattern_of(0, 1, 5))
-    assert found is not None
     assert found.count >= 999
 
 

@@ -214,7 +214,6 @@ def test_each_pass_reads_what_the_one_before_has_written_and_the_last_one_leaves
     written = None
     for step in PATTERNS[pattern](rounds, 7):
         if step.expects is not None:
-            assert written is not None
             assert [words_of(step.expects, part) for part in range(PARTS)] == [
                 words_of(written, part) for part in range(PARTS)
             ]
@@ -263,10 +262,7 @@ def test_moving_inversions_go_up_and_down_over_words_and_their_complements():
     passes = list(PATTERNS["moving_inversions"](1, 0))
     assert [step.downwards for step in passes] == [False, False, True, False] * 4
     up, down = passes[1], passes[2]
-    assert up.expects is not None
-    assert up.writes is not None
     assert words_of(up.writes) == [ALL_BITS ^ word for word in words_of(up.expects)]
-    assert down.writes is not None
     assert words_of(down.writes) == words_of(up.expects)
 
 

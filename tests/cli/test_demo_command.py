@@ -114,7 +114,6 @@ def test_narration_says_what_happens_and_where_the_culprit_stands(run, tmp_path)
     assert "planted: slow-gpu:gpu-01/1: all rates of the GPU are lower by this much" in told
     assert re.search(r"JUnit: \S+/reports/report.xml, testcase test_second, <failure>: rank 3 \(gpu-01", told)
     anchor = re.search(rf"page: {page}#(c\d+)", told)
-    assert anchor is not None
     assert f'id="{anchor[1]}"' in page.read_text()
     assert errors[-1].startswith("gpucluster: SIMULATED, REJECTED, exit code 1: ")
 

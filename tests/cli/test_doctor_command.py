@@ -201,7 +201,6 @@ def test_limits_of_the_host_are_judged_as_the_suite_judges_them(files, shm, code
 
 def test_an_unknown_limit_of_the_host_is_one_finding_among_the_others(tmp_path):
     healthy_one = healthy(tmp_path)
-    assert healthy_one.node is not None
     facts = replace(healthy_one, node=replace(healthy_one.node, limits=None), rendezvous=None)
     assert findings(facts) == {
         "host.unknown": ("environment", ["host.limits"]),
@@ -257,7 +256,6 @@ def test_what_slurm_answers_is_read(monkeypatch):
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]", "SLURM_JOB_NUM_NODES": "2"}
     facts = collect("-- acceptance/", job)
     assert (facts.plan.nodes, bool(facts.elsewhere), facts.node) == (2, True, None)
-    assert facts.slurm is not None
     assert (facts.slurm.config["KillWait"], facts.slurm.gpus) == ("20 sec", {"gpu-00": 8, "gpu-01": 0})
     on_a_node = collect("-- acceptance/", {**job, "SLURMD_NODENAME": "gpu-00"})
     assert (on_a_node.elsewhere, on_a_node.node is not None) == ("", True)
@@ -312,7 +310,6 @@ def forecast_by_a_fork(tmp_path, monkeypatch):
 
     def forked(words, seconds, *, environ):
         server = server_for(environment(environ))
-        assert server is not None
         with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
             at = {"output": out.fileno(), "errors": err.fileno(), "token": "doctor"}
             code = server.start(words, cwd=Path.cwd(), env=environment(environ), **at).wait(seconds)

@@ -95,7 +95,6 @@ def test_the_nearest_list_counts_and_names_are_relative_to_it(tmp_path):
     (tmp_path / "suite" / "deep").mkdir(parents=True)
     (tmp_path / "suite" / "criteria.txt").write_text("test_x.py::test_x\ndeep/test_y.py::test_y\n")
     found = read_manifest(["suite/deep/test_y.py::test_y"], tmp_path)
-    assert found is not None
     assert found.files == ("suite/criteria.txt",)
     assert found.absent(["suite/deep/test_y.py::test_y"]) == ["suite/test_x.py::test_x"]
     assert read_manifest(["other/test_z.py::test_z"], tmp_path) is None

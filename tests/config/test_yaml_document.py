@@ -46,20 +46,17 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
     document, found = of("\ufeffa: 1\n", tmp_path)
-    assert found is not None
     assert list(document.mapping(found, "the file", ("a",)) or {}) == ["a"]
     assert document.report() == []
 
 
 def test_values_are_read_as_they_are_written(tmp_path):
     document, found = of("[1e9, 012, 1:30, NO, ' a ']\n", tmp_path)
-    assert found is not None
     assert [document.text(item, "an item") for item in document.items(found)] == ["1e9", "012", "1:30", "NO", "a"]
 
 
 def test_complaints_come_once_and_in_the_order_of_the_file(tmp_path):
     document, found = of("a: 1\na: 2\nc: [x]\n", tmp_path)
-    assert found is not None
     nodes = document.mapping(found, "the file", None) or {}
     for _ in range(2):
         assert document.text(nodes["c"][1], "c") is None

@@ -19,7 +19,6 @@ _DOWNLOAD_SECONDS = 120
 def sdist(request, tmp_path_factory):
     """The unpacked source of the pytest that runs here."""
     cache = request.config.cache
-    assert cache is not None
     archive = cache.mkdir("pytest-sdist") / f"pytest-{pytest.__version__}.tar.gz"
     if not archive.exists():
         download(tmp_path_factory.mktemp("download")).replace(archive)

@@ -1,5 +1,5 @@
 from pytest_gpucluster.isolation.finding import Outcome
-from pytest_gpucluster.isolation.inference import Probe, below_floor, judge_probes
+from pytest_gpucluster.isolation.inference import below_floor, judge_probes
 
 
 def pair(first, busbw, **more):
@@ -85,4 +85,3 @@ def test_most_groups_may_be_bad_where_there_are_few_units():
 def test_one_gpu_alone_has_no_figure_and_is_not_judged():
     one, other = judge_probes([[Outcome(members=(0,), busbw=None), Outcome(members=(1,), busbw=400.0)]], floor=no_floor)
     assert (one.verdict, other.verdict) == ("unjudged", "unjudged")
-    assert isinstance(one, Probe)

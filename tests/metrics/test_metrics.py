@@ -137,7 +137,6 @@ def test_a_series_brings_its_samples_and_its_interval():
     assert (made.value, made.interval) == (3.05, (3.0, 3.1))
     assert made.samples[:2] == (3.0, 3.1)
     assert "3.3 % wide" in made.inconclusive
-    assert made.stopped is not None
     assert (made.stopped.by, made.stopped.samples, made.stopped.extended) == ("time", 12, True)
     assert Measurement.from_json(json.loads(json.dumps(made.to_json()))) == made
     no_number = measurement("hbm.copy.bandwidth", series([0.0] * 8, sampling, spent_seconds=2), unit="GB/s")

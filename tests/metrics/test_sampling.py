@@ -63,7 +63,6 @@ def test_a_series_says_why_it_has_no_more_samples(case):
     samples, spent, by, extended = case
     found = series(samples, SAMPLING, spent_seconds=spent)
     stopped = found.stopped
-    assert stopped is not None
     assert (stopped.by, stopped.extended, stopped.samples) == (by, extended, len(samples))
     assert (stopped.seconds, stopped.allowed_ratio) == (spent, SAMPLING.tolerance_ratio)
     assert stopped.width_ratio == pytest.approx(found.width_ratio, rel=1e-3)

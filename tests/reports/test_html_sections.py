@@ -100,9 +100,7 @@ def searched(**changes):
 
 
 def shown(**changes):
-    values = search_values(isolation_of(searched(**changes)))
-    assert values is not None
-    return values
+    return search_values(isolation_of(searched(**changes)))
 
 
 def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends():

@@ -250,8 +250,6 @@ node_agent._ORPHAN_SECONDS = node_agent._LEFT_SECONDS = 0.2
     script = "import subprocess, sys; print(subprocess.Popen(['sleep', '300']).pid, flush=True); sys.exit(1)"
     command = [sys.executable, "-c", patched + _SUPERVISE, "0.5", "60", script]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path)
-    assert agent.stdin is not None
-    assert agent.stdout is not None
     pid = int(agent.stdout.readline())
     try:
         assert agent.wait(_DEADLINE) == 1

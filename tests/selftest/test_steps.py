@@ -59,7 +59,6 @@ def test_the_environment_is_compared_with_the_logs(tmp_path, monkeypatch, handli
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "NCCL.%p.log"))
     monkeypatch.setattr(steps, "flight_records", lambda: [{}] * recorded)
     log = nccl_log.NcclLog.of(steps.os.environ, pid=steps.os.getpid()).path
-    assert log is not None
     log.write_text("h:1:1 [0] NCCL INFO Pattern 4\nh:1:1 [0] NCCL INFO NCCL_NO_CACHE set by environment to X\n")
     (tmp_path / "it.log").write_text(_TORCH.format(handling))
     monkeypatch.setenv("NCCL_NO_CACHE", "X")
@@ -168,7 +167,6 @@ def test_what_a_real_node_has_left_is_read(folder):
     kernel_log.parse(texts["dmesg-nvrm.txt"].splitlines())
     for gpu in json.loads(texts["nvml.json"])["gpus"].values() if "nvml.json" in texts else ():
         promise = promise_of(loader.load().sku_for(gpu["name"]))
-        assert promise is not None
         assert not set(promise.required_queries) & set(gpu["missing"])
         asked = {*gpu["values"], *gpu["missing"]} - {"nvlink.bytes"}  # of an earlier version
         assert asked <= set(QUERIES)
