@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pytest_gpucluster.errors import LaunchError
@@ -17,6 +17,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.judge.misses import explanation
 from pytest_gpucluster.launch.hostlist import compress_hostlist
+from pytest_gpucluster.reports.charts.plots import missing_ranks
 from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.summary import GROUPS, Outline, Row
 from pytest_gpucluster.reports.tables import headline_text, margin
@@ -65,15 +66,33 @@ class Node:
 def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int], list[Row]]:
     """Return the ranks of each culprit -> its failures, the worst first; places of the fewest ranks come first.
 
-    What contains the ranks of an earlier place counts with it. Failures without a culprit come last, with no rank.
+    A few ranks that each miss a limit by values of their own are a place each. What contains the ranks of an earlier
+    place counts with it. Failures without a culprit come last, with no rank.
     """
     found: dict[frozenset[int], list[Row]] = {}
     culprits = {row.nodeid: culprit_ranks(row, journal) for row in overview.bad}
     for row in sorted(overview.bad, key=lambda row: (len(culprits[row.nodeid]) or math.inf, row.margin or 0.0)):
-        ranks = culprits[row.nodeid]
-        place = next((known for known in found if known and known < ranks), ranks)
-        found.setdefault(place, []).append(row)
+        for ranks, own in _apart(row, culprits[row.nodeid]):
+            place = next((known for known in found if known and known < ranks), ranks)
+            found.setdefault(place, []).append(own)
     return found
+
+
+_FEW = 4
+"""More ranks that miss a limit share a cause."""
+
+
+def _apart(row: Row, ranks: frozenset[int]) -> Iterator[tuple[frozenset[int], Row]]:
+    """Yield the ranks of each place of a failure, and the failure as it is there."""
+    judged, result = row.headline, row.result
+    if judged is None or result is None or not 1 < len(ranks) <= _FEW or {*missing_ranks(judged)} != ranks:
+        yield ranks, row
+        return
+    for rank in sorted(ranks, key=judged.values.__getitem__):
+        value, interval = judged.values[rank], judged.intervals.get(rank)
+        distance = margin(judged, value, interval)
+        own = replace(judged, value=value, worst_rank=rank, interval=interval, margin=distance)
+        yield frozenset({rank}), replace(row, headline=own, result=replace(result, culprits=(rank,), isolation={}))
 
 
 def cluster_map(journal: Journal, overview: Outline) -> tuple[Node, ...]:
@@ -157,6 +176,10 @@ def failure_text(row: Row, journal: Journal | None, *, name: str = "") -> str:
     return ": ".join(filter(None, (place_text(ranks, journal), name, text)))
 
 
+_OF_A_TRACEBACK = re.compile(r"^E +(?:\w+\.)*")
+"""What pytest writes before the name of an exception."""
+
+
 def _miss_text(row: Row) -> str:
     judged = row.headline
     if judged is not None and judged.status == "failed" and row.why.startswith(("isolated: ", judged.metric)):
@@ -170,9 +193,10 @@ def _miss_text(row: Row) -> str:
         return row.why
     start = row.why[:-1]
     later = start.partition("): ")[2] or start  # the text has the rank in a line of its own
-    whole = start.rpartition("; ")[0]  # of several findings, those that are not cut
-    cut = f"{whole}; and more" if whole else row.why
-    return next((each for each in row.result.text.splitlines() if start in each or later in each), cut)
+    uncut = start.rpartition("; ")[0]  # of several findings
+    cut = f"{uncut}; and more" if uncut else row.why
+    whole = next((each for each in row.result.text.splitlines() if start in each or later in each), cut)
+    return _OF_A_TRACEBACK.sub("", whole)
 
 
 def advice(row: Row) -> list[str]:

@@ -7,7 +7,7 @@ from example_runs import NAMES, journal_of
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
-from pytest_gpucluster.judge.judged import JudgedMetric
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.reports.failures import cluster_map, failures_by_place, merged_nodes
 from pytest_gpucluster.reports.summary import outline
 from pytest_gpucluster.reports.terminal import render
@@ -69,6 +69,41 @@ def test_a_gpu_has_its_failures_the_worst_place_first():
     gpu = cluster_map(journal, outline(journal))[1].gpus[3]
     assert [row.name for row in gpu.rows] == ["test_slow", "test_world"]
     assert [len(rows) for rows in failures_by_place(journal, outline(journal)).values()] == [2]
+
+
+def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_value():
+    values = dict.fromkeys(range(24), 730.0) | {5: 437.0, 11: 584.0}
+    limit = JudgedLimit(min=700.0)
+    judged = JudgedMetric(
+        metric="matmul.bf16.tflops",
+        unit="TFLOPS",
+        status="failed",
+        value=437.0,
+        worst_rank=5,
+        values=values,
+        limit=limit,
+    )
+    slow = replace(ended("slow", 5, 11), message="matmul.bf16.tflops 437 TFLOPS < 700 TFLOPS", measurements=(judged,))
+    journal = cluster(FINE, slow, ended("node", *range(8, 16)))
+    assert [set(ranks) for ranks in failures_by_place(journal, outline(journal))] == [{5}, {11}]
+    shown = render(journal)
+    assert "gpu-00 GPU 5 (rank 5): slow: 437 < 700 TFLOPS" in shown
+    assert "gpu-01 GPU 3 (rank 11): slow: 584 < 700 TFLOPS" in shown
+    marks = ["".join(gpu.mark for gpu in node.gpus) for node in cluster_map(journal, outline(journal))]
+    assert marks == [".....F..", "...F....", "........"]
+    # What more ranks miss, and a link between two, stay one place.
+    many = replace(judged, values={**values, **dict.fromkeys(range(12), 437.0)})
+    link = ended("link", 5, 11)
+    for row in (replace(slow, measurements=(many,), culprits=tuple(range(12))), link):
+        assert len(failures_by_place(cluster(row), outline(cluster(row)))) == 1
+
+
+def test_a_message_that_was_cut_is_completed_from_the_traceback_without_its_marks():
+    text = "    raise fault\nE   pytest_gpucluster.errors.HardwareFault: the GPU of rank 5 is slow by itself"
+    failed = replace(ended("links", 5), message="HardwareFault: the GPU of rank 5 is slo\u2026", text=text)
+    assert "gpu-00 GPU 5 (rank 5): links: HardwareFault: the GPU of rank 5 is slow by itself" in " ".join(
+        render(cluster(FINE, failed)).split()
+    )
 
 
 def test_256_gpus_fit_a_screen_and_healthy_nodes_are_one_line():
