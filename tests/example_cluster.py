@@ -4,8 +4,6 @@ all else is as in a real run: they are merged, judged, isolated and put into lin
 Times and values are fixed: the same run has the same lines each time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

@@ -15,8 +15,6 @@ Each mutant runs in a copy of the tree, in a fork of this process, which has tor
 the product.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

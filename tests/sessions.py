@@ -4,8 +4,6 @@ A session runs in this process where it can: torch is imported once then. What n
 deadline, after which all of them are killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -27,7 +25,6 @@ from light_server import recorders_are_forks
 
 from pytest_gpucluster.device.environment import VARIABLES
 from pytest_gpucluster.journal import journal
-from pytest_gpucluster.launch.forks import Forked
 from pytest_gpucluster.session import session
 
 DEADLINE_SECONDS = 120.0
@@ -193,7 +190,6 @@ class Process:
         # which takes minutes on a busy machine.
         environ = {"PYTEST_DEBUG_TEMPROOT": str(directory.parent), **environ}
         server = server_for(environ) if forked else None
-        self.popen: subprocess.Popen[bytes] | Forked
         with self._paths[0].open("wb") as stdout, self._paths[1].open("wb") as stderr:
             if server is not None:
                 output, errors = stdout.fileno(), stderr.fileno()

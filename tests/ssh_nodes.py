@@ -1,7 +1,5 @@
 """Nodes that are reached over a real ssh: an sshd for each, with its own keys, address and port, on this host."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

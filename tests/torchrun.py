@@ -5,8 +5,6 @@ came of it is killed, found by a token in its environment: ranks and recorder ha
 group of the launcher does not hold them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ It ends with 0 where no linter has anything to say, with 1 where one has, and wi
 that is missing is never passed over.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Volumes are folders. What the kubelet alone can do is missing: users, capabiliti
 replaced by this host's.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

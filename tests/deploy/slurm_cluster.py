@@ -14,8 +14,6 @@ Sources: slurm.conf(5) and gres.conf(5); https://slurm.schedmd.com/faq.html ("Ho
 one node"); https://slurm.schedmd.com/prolog_epilog.html (TaskProlog).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pwd

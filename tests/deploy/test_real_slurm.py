@@ -4,8 +4,6 @@ What is run are the scripts themselves, by sbatch; `gpucluster` is the real one,
 can take the place of a node that is ill.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The pages of the documentation as their reader has them: headings, links, names in backticks, blocks and tables."""
 
-from __future__ import annotations
-
 import functools
 import re
 import textwrap

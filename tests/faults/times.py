@@ -5,8 +5,6 @@ goal that is missed fails no test, for these times depend on what else the machi
 perf/faults.py.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The planner in simulated clusters with noise and planted faults: it finds them in time and accuses no other unit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from random import Random

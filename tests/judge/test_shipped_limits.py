@@ -1,7 +1,5 @@
 """The shipped limits decide: every one of them passes what keeps it, fails what misses it, and cites its source."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import cache
