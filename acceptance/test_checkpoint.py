@@ -13,15 +13,6 @@ SLOWEST_BYTES_PER_SECOND = 10e6  # of a rank; the test does not wait for a slowe
 
 
 @pytest.fixture
-def geometry(workload):
-    """The decoder that is trained."""
-    sizes = workload.fsdp
-    return Geometry(
-        layers=sizes.layers, width=sizes.width, heads=sizes.heads, vocab=sizes.vocab, sequence=sizes.sequence
-    )
-
-
-@pytest.fixture
 def scratch(settings, artifacts):
     """The folder that all ranks share: of --gpucluster-scratch, else the test's own."""
     return settings.scratch or artifacts
@@ -38,7 +29,7 @@ def deadline(request, cluster, workload):
 
 @pytest.mark.training
 @pytest.mark.criterion("checkpoint")
-def test_checkpoint(cluster, geometry, workload, scratch, measure):
+def test_checkpoint(cluster, workload, scratch, measure):
     """Accepted: a sharded training saved by torch.distributed.checkpoint resumes with the same losses, bit by bit; on
     half of the ranks, or with DistributedDataParallel, too, except for the order of sums. Model and optimizer are those
     that were saved, to the last bit. A copy with a truncated or a missing shard is refused, and the file is named. An
@@ -58,7 +49,7 @@ def test_checkpoint(cluster, geometry, workload, scratch, measure):
     same, replicated, on_fewer = check_resume(
         cluster.group,
         cluster.device,
-        geometry,
+        Geometry.of(workload.fsdp),
         scratch,
         fewer=cluster.subgroups(fewer) if fewer else None,
         batch=workload.fsdp.batch,

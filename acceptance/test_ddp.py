@@ -9,19 +9,10 @@ from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node.host_checks import examine_affinity, own_place, place_of_gpu
 
 
-@pytest.fixture
-def geometry(workload):
-    """The decoder that is trained."""
-    sizes = workload.training
-    return Geometry(
-        layers=sizes.layers, width=sizes.width, heads=sizes.heads, vocab=sizes.vocab, sequence=sizes.sequence
-    )
-
-
 @pytest.mark.training
 @pytest.mark.single_gpu
 @pytest.mark.criterion("training.step")
-def test_training_step(cluster, geometry, workload, measure):
+def test_training_step(cluster, workload, measure):
     """Accepted: on every GPU some training steps in fp32 give the losses, gradients and weights of the same steps on
     the CPU, and steps in bf16 those of fp32 within the rounding of bf16. Every weight moves.
 
@@ -34,7 +25,7 @@ def test_training_step(cluster, geometry, workload, measure):
     On cpu the CPU is compared with itself, and bf16 with fp32.
     """
     sizes = workload.training
-    fp32, bf16 = check_step(cluster.device, geometry, batch=sizes.batch, steps=sizes.steps)
+    fp32, bf16 = check_step(cluster.device, Geometry.of(sizes), batch=sizes.batch, steps=sizes.steps)
     for name, errors in (("", fp32), ("bf16_", bf16)):
         measure(f"training.step.{name}loss_error", errors.loss, unit="ratio", steps=sizes.steps)
         measure(f"training.step.{name}gradient_error", errors.gradient, unit="ratio", steps=sizes.steps)
@@ -44,7 +35,7 @@ def test_training_step(cluster, geometry, workload, measure):
 @pytest.mark.training
 @pytest.mark.needs_ranks(2)
 @pytest.mark.criterion("ddp")
-def test_ddp(cluster, geometry, workload, measure):
+def test_ddp(cluster, workload, measure):
     """Accepted: all ranks together take the training steps that one process takes with the same rows, in fp32 and in
     bf16: before the exchange each rank has the loss and the gradients that two others compute from its rows, after it
     all have their mean, and after every step the same weights on all ranks, bit by bit. Each rank reads its
@@ -64,7 +55,7 @@ def test_ddp(cluster, geometry, workload, measure):
         result = compare_ranks(
             cluster.group,
             cluster.device,
-            geometry,
+            Geometry.of(sizes),
             strategy="ddp",
             precision=precision,
             batch=sizes.batch,

@@ -44,9 +44,7 @@ def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
     for how in config.deaths:
         seconds = check_propagation(
             cluster.device,
-            Geometry(
-                layers=model.layers, width=model.width, heads=model.heads, vocab=model.vocab, sequence=model.sequence
-            ),
+            Geometry.of(model),
             ranks=len(here),
             how=how,
             batch=model.batch,

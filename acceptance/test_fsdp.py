@@ -6,18 +6,9 @@ from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.parity_check import compare_ranks
 
 
-@pytest.fixture
-def geometry(workload):
-    """The decoder that is trained."""
-    sizes = workload.fsdp
-    return Geometry(
-        layers=sizes.layers, width=sizes.width, heads=sizes.heads, vocab=sizes.vocab, sequence=sizes.sequence
-    )
-
-
 @pytest.mark.training
 @pytest.mark.criterion("fsdp")
-def test_fsdp(cluster, geometry, workload, measure):
+def test_fsdp(cluster, workload, measure):
     """Accepted: with FSDP2 (``fully_shard`` of each block and of the rest) every rank holds 1/N of each weight and of
     its moments, and no more. All ranks together take the training steps that one process takes with the same rows, in
     fp32 and in bf16: the same losses and gradients. The same training from the same seed leaves the same bits on every
@@ -38,7 +29,7 @@ def test_fsdp(cluster, geometry, workload, measure):
         result = compare_ranks(
             cluster.group,
             cluster.device,
-            geometry,
+            Geometry.of(sizes),
             strategy="fsdp",
             precision=precision,
             batch=sizes.batch,

@@ -68,7 +68,7 @@ def reference_curve(request, cluster, settings):
         if settings.reference_curve is None:
             return None
         curve = read(settings.reference_curve)
-        model = curve.context["model"]
+        model = curve.context.get("model", "an unknown model")
         if model == label:
             return curve
         trains = TRAINED_BY.get(model, "test_lora_of_model")

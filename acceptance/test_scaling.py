@@ -44,15 +44,7 @@ def setup(cluster, strategy, workload):
     """What is trained: the same on each GPU for any size of its group."""
     config = workload.scaling
     training = Setup(
-        geometry=Geometry(
-            layers=config.layers,
-            width=config.width,
-            heads=config.heads,
-            vocab=config.vocab,
-            sequence=config.sequence,
-            key_heads=config.key_heads,
-            inner=config.inner,
-        ),
+        geometry=Geometry.of(config),
         strategy=strategy,
         batch=config.batch,
         compiled=config.compiled == "on",

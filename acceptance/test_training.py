@@ -27,18 +27,9 @@ def setup(strategy, model, workload):
         "contract": workload.throughput_contract,
         "large": workload.throughput_large if strategy == "ddp" else workload.throughput_sharded,
     }[model]
-    geometry = Geometry(
-        layers=sizes.layers,
-        width=sizes.width,
-        heads=sizes.heads,
-        vocab=sizes.vocab,
-        sequence=sizes.sequence,
-        key_heads=sizes.key_heads,
-        inner=sizes.inner,
-    )
     how = workload.throughput
     return Setup(
-        geometry=geometry,
+        geometry=Geometry.of(sizes),
         strategy=strategy,
         batch=sizes.batch,
         compiled=how.compiled == "on",

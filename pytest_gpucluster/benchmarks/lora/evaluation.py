@@ -21,7 +21,7 @@ import torch
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, NoCall, has_call, parse, same_json
-from pytest_gpucluster.benchmarks.lora.hub import local_only, not_installed
+from pytest_gpucluster.benchmarks.lora.hub import local_only
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base, read_model
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, ids_of, segments, tokenizer_for
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
@@ -261,12 +261,12 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
     Returns: peft's ``PeftModel``, frozen, in evaluation mode; the tokenizer, from the adapter's folder if it has one,
         else the base's; and the folder or hub name of the base.
 
-    Raises: EnvironmentBroken: a package, file or weight is missing, or adapter and base do not fit together.
+    Raises:
+        EnvironmentBroken: a file or weight is missing, or adapter and base do not fit together.
+        ImportError: a package is missing.
     """
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise not_installed(str(error.name)) from None
+    import peft  # noqa: F401  # before the base, which takes long
+
     try:
         named = base or json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except OSError as error:

@@ -106,12 +106,10 @@ def fetch(
         patterns: returns which files are needed, of those that there are.
         seconds: how long the download may take.
 
-    Raises: EnvironmentBroken, naming what is missing: the package, the files in the cache, or an answer of the hub.
+    Raises: EnvironmentBroken, naming what is missing: the files in the cache, or an answer of the hub.
     """
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise not_installed("huggingface_hub") from None
+    import huggingface_hub
+
     listed = ask(kind, name, revision)
     options: dict[str, Any] = {
         "repo_type": kind,
@@ -155,8 +153,3 @@ def fetch_rows(name: HubName) -> Path:
         return candidates
 
     return fetch("dataset", name.repository, name.revision, choose, seconds=DOWNLOAD_SECONDS) / chosen
-
-
-def not_installed(package: str) -> EnvironmentBroken:
-    """Return the error for a package that is not installed."""
-    return EnvironmentBroken(f"{package} is not installed; install it with {INSTALL}")

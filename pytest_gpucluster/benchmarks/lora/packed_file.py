@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, is_safetensors, row_of
-from pytest_gpucluster.benchmarks.lora.hub import not_installed
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics, pack, rendering_of, tokenizer_fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -95,15 +94,11 @@ def prepare(
 def write(path: Path, prepared: Prepared) -> None:
     """Write a file of packed blocks: safetensors. An existing file is replaced atomically, or stays as it is.
 
-    Raises:
-        EnvironmentBroken: safetensors is not installed.
-        OSError: it cannot be written.
+    Raises: OSError: it cannot be written.
     """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise not_installed("safetensors") from None
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     tensors: dict[str, torch.Tensor] = {}
     for part in _PARTS:
         packed: Packed = getattr(prepared, part)
@@ -144,10 +139,8 @@ def read(path: Path) -> Prepared:
     Raises: EnvironmentBroken if it cannot be read, is cut off, is something else, is of another version, or is
     inconsistent.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise not_installed("safetensors") from None
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             entry = (file.metadata() or {}).get(_ENTRY)

@@ -23,7 +23,7 @@ import torch
 
 from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, MALFORMED_RATIO, WITH_FUNCTIONS, Row
 from pytest_gpucluster.benchmarks.lora.function_calls import CALL, FunctionCall, parse
-from pytest_gpucluster.benchmarks.lora.hub import local_only, not_installed
+from pytest_gpucluster.benchmarks.lora.hub import local_only
 from pytest_gpucluster.benchmarks.lora.synthetic import Draws
 from pytest_gpucluster.benchmarks.training.loader import in_batches
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -342,15 +342,11 @@ def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizer
         rows: to train on.
         vocab: number of tokens, all 256 bytes and the two for the end and for padding included.
 
-    Raises:
-        EnvironmentBroken: transformers is not installed.
-        ValueError: the rows are too few for this number of tokens.
+    Raises: ValueError: the rows are too few for this number of tokens.
     """
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-        from transformers import PreTrainedTokenizerFast
-    except ImportError:
-        raise not_installed("transformers") from None
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     bare = Tokenizer(models.BPE())
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
@@ -373,12 +369,10 @@ def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
 
     With HF_HUB_OFFLINE, or where the hub does not answer, only the hub's cache is used.
 
-    Raises: EnvironmentBroken: transformers is not installed, there is no such tokenizer, or it has no end token.
+    Raises: EnvironmentBroken: there is no such tokenizer, or it has no end token.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise not_installed("transformers") from None
+    from transformers import AutoTokenizer
+
     local = local_only(model, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -23,8 +23,6 @@ from pytest_gpucluster.text import some_of
 
 FORMAT = "pytest-gpucluster reference curve"
 VERSION = 1
-REQUIRED = ("model", "data_sha256", "seed", "global_batch", "sequence", "precision", "steps")
-"""The keys that the context of a curve needs, to identify its experiment."""
 
 SPREADS = 3.0
 """The band is at least this number of standard deviations of the runs. Source: this suite's rule."""
@@ -56,13 +54,10 @@ def reference_curve_of(curves: Sequence[Curve]) -> ReferenceCurve:
     """Make a reference curve of one or more runs of the same experiment.
 
     Raises:
-        CurveError: no curve, runs of different experiments or steps, an incomplete context, a loss that is not
-            finite, or runs so far apart that the band would find nothing.
+        CurveError: runs of different experiments or steps, no steps, a loss that is not finite, or runs so far apart
+            that the band would find nothing.
     """
-    if not curves:
-        raise CurveError("no curve to make a reference curve of")
     first = curves[0]
-    _require_known(first.context, "the curve")
     steps = tuple(point.step for point in first.points)
     if not steps:
         raise CurveError("the curve has no points")
@@ -134,13 +129,7 @@ def read(path: Path) -> ReferenceCurve:
     for problem, is_so in problems.items():
         if is_so:
             raise CurveError(f"{path}: {problem}")
-    _require_known(found.context, f"{path}: the context")
     return found
-
-
-def _require_known(context: Mapping[str, str], where: str) -> None:
-    if missing := [key for key in REQUIRED if key not in context]:
-        raise CurveError(f"{where} has no {', '.join(missing)}, so its experiment is unknown")
 
 
 def require_same_experiment(reference: ReferenceCurve, context: Mapping[str, str], *, steps: int) -> None:

@@ -26,11 +26,11 @@ from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_adapter
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, global_batch, segments, share
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, micro_batches, seed_of_step
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, fingerprints
 from pytest_gpucluster.benchmarks.training.parity import Share
 from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard, watch_gradients
 from pytest_gpucluster.benchmarks.training.step import accumulate, adamw, clip_gradients, optimizer_step
-from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
+from pytest_gpucluster.benchmarks.training.throughput_setup import lacking_compiler, missing_compiler
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.loss_curve import Point
@@ -207,16 +207,17 @@ class Trainer:
                 )
         if self.recomputes:
             self.model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if not recipe.compiled:
-            self.not_compiled = "not asked for"
-        else:
-            self.not_compiled = self._compile() if kept is base else ""  # a simulated device's model runs eagerly
+        self.not_compiled = "" if recipe.compiled else "not asked for"
+        if recipe.compiled and kept is base:  # a simulated device's model runs eagerly
+            self.not_compiled = lacking_compiler(self.ranks, device, missing_compiler)
+            for block in () if self.not_compiled else self.model.blocks:
+                block.compile(dynamic=False)
         # On one rank too: without the policy of mixed precision peft would multiply its adapters in fp32.
         self._components.shard(self.model, mesh_of(group, device), precision=recipe.precision)
         weights = dict(self.model.named_parameters())
         # Adapters that are frozen by mistake too: then they do not move, and are found by that.
         self._trained = {name: its for name, its in weights.items() if its.requires_grad or is_adapter(name)}
-        self._before = {name: fingerprint([local(weight.detach())]) for name, weight in weights.items()}
+        self._before = fingerprints(self.model)
         self.optimizer = self.make_optimizer(self._trained.values())
         self._largest = torch.zeros((), device=device)
         # The largest element of this rank's gradients, from before the ranks exchange them.
@@ -383,9 +384,9 @@ class Trainer:
 
     def unchanged_base(self) -> float:
         """Return the part of the frozen tensors whose part on this rank is unchanged, bit by bit."""
-        frozen = [(name, weight) for name, weight in self.model.named_parameters() if not weight.requires_grad]
-        same = sum(fingerprint([local(weight.detach())]) == self._before[name] for name, weight in frozen)
-        return same / len(frozen)
+        frozen = [name for name, weight in self.model.named_parameters() if not weight.requires_grad]
+        now = fingerprints(self.model)
+        return sum(now[name] == self._before[name] for name in frozen) / len(frozen)
 
     def moved_adapters(self) -> float:
         """Return the part of the adapters' B matrices whose part on this rank has changed; 1 if it has none of any."""
@@ -417,14 +418,3 @@ class Trainer:
             self.model.adapted.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
         on_first_rank(self._group, write)
-
-    # ---- set-up
-
-    def _compile(self) -> str:
-        """Have each block compiled when it first runs; return why not, if a rank has no compiler."""
-        problem = missing_compiler(self._device)
-        if any(missing for [missing] in self.ranks.gather([float(bool(problem))])):
-            return problem or "another rank has no compiler"
-        for block in self.model.blocks:
-            block.compile(dynamic=False)
-        return ""

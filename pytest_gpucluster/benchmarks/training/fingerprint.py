@@ -98,6 +98,11 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     return sum(int(torch.stack(of_device).sum()) for of_device in sums.values()) % 2**64
 
 
+def fingerprints(model: nn.Module) -> dict[str, int]:
+    """Return the fingerprint of each weight, of this rank's part if it is sharded, by its name."""
+    return {name: fingerprint([local(weight.detach())]) for name, weight in model.named_parameters()}
+
+
 def state_fingerprint(
     weights: Iterable[torch.Tensor],
     optimizer: torch.optim.Optimizer,

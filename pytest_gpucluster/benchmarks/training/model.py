@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +58,11 @@ class Geometry:
             raise ValueError(f"width must be an even multiple of heads, and {self.width} is none of {self.heads}")
         if self.key_heads and self.heads % self.key_heads:
             raise ValueError(f"heads must be a multiple of key_heads, and {self.heads} is none of {self.key_heads}")
+
+    @classmethod
+    def of(cls, sizes: Any) -> Geometry:
+        """Return that of a section of a workload, which has fields of these names."""
+        return cls(**{one.name: getattr(sizes, one.name) for one in fields(cls) if hasattr(sizes, one.name)})
 
     @property
     def query_width(self) -> int:

@@ -45,6 +45,9 @@ CPU's, and no limit would separate that from a fault."""
 
 LEARNING_RATE = 1e-3
 
+STATE_BYTES = 16
+"""A weight, its gradient and both moments of AdamW, all fp32."""
+
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Return the mean loss of all tokens: logits of batch x positions x vocab, targets of batch x positions."""
 

@@ -13,7 +13,7 @@ from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.fingerprint import distance, gradients_of, relative, weights_of
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.parity import Parity
-from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.benchmarks.training.step import STATE_BYTES, Training
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import WrongResult
@@ -116,4 +116,4 @@ def needed_bytes(geometry: Geometry, batch: int) -> int:
     """
     tokens = batch * geometry.sequence
     activations = 4 * tokens * (40 * geometry.layers * geometry.width + 3 * geometry.vocab)
-    return 2 * 16 * geometry.parameters + activations
+    return 2 * STATE_BYTES * geometry.parameters + activations

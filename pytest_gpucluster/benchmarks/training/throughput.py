@@ -37,6 +37,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
     compile_blocks,
     compile_failed,
     fresh_compiler,
+    lacking_compiler,
     missing_compiler,
 )
 from pytest_gpucluster.device.backends import accelerator, clock_for
@@ -256,7 +257,10 @@ class _Steps:
         instead = "choose a smaller batch or model for this test by --gpucluster-workload"
         require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
         kept = setup.kept(self._by)
-        self._compiled = self._compiles() if kept.compiled else setup.compiled
+        why = lacking_compiler(ranks, device, components.missing_compiler) if kept.compiled else ""
+        if why:
+            self._notes.append(f"no compiler, ran eager: {why}")
+        self._compiled = setup.compiled and not why
         if slow_attention := missing_flash_attention(device, setup.geometry):
             self._notes.append(f"no flash attention: {slow_attention}")
         self._training = self._make(kept)
@@ -270,15 +274,6 @@ class _Steps:
             prefetch=kept.prefetch,
         )
         self._clock, self._evidence = components.clock(device), Evidence(ranks, kept, self._training)
-
-    def _compiles(self) -> bool:
-        """Return whether all ranks compile: otherwise some would be faster than others."""
-        mine = self._components.missing_compiler(self._device)
-        lacking = [index for index, [lacks] in enumerate(self._ranks.gather([bool(mine)])) if lacks]
-        if lacking:
-            why = mine or f"{self._ranks.name(lacking[0])} has none, and all ranks must run alike"
-            self._notes.append(f"no compiler, ran eager: {why}")
-        return not lacking
 
     def _make(self, kept: Setup) -> Training:
         """Create model and optimizer: blocks are recomputed, compiled, then shared, in this order."""

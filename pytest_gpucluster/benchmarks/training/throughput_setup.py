@@ -11,26 +11,22 @@ import math
 import os
 import subprocess
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
+from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, fingerprints, weight_defects
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry
 from pytest_gpucluster.benchmarks.training.sharding import local
-from pytest_gpucluster.benchmarks.training.step import StepResult, Training
+from pytest_gpucluster.benchmarks.training.step import STATE_BYTES, StepResult, Training
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.text import first_line
 
 Strategy = Literal["ddp", "fsdp"]
-
-_STATE_BYTES = 16
-"""A weight, its gradient and both moments of AdamW, all fp32."""
 
 _KEPT_WIDTH = 64
 
@@ -93,10 +89,10 @@ class Setup:
         """
         sizes = self.geometry
         if self.strategy == "ddp":
-            state = sizes.parameters * (_STATE_BYTES + 2 + (4 if ranks > 1 else 0))
+            state = sizes.parameters * (STATE_BYTES + 2 + (4 if ranks > 1 else 0))
         else:
             whole = 2 * sizes.vocab * sizes.width + 2 * sizes.block_parameters
-            state = sizes.parameters * _STATE_BYTES // ranks + whole * (2 + 2 + 4)
+            state = sizes.parameters * STATE_BYTES // ranks + whole * (2 + 2 + 4)
         kept = 32 * sizes.width + 8 * sizes.mlp_width
         blocks = kept + 4 * sizes.width * sizes.layers if self.recompute else kept * sizes.layers
         return int(_SPARE * (state + self.tokens * (blocks + (2 + 3 * 4) * sizes.vocab)))
@@ -118,7 +114,7 @@ class Evidence:
 
     def __init__(self, ranks: Ranks, setup: Setup, training: Training) -> None:
         self._ranks, self._setup, self._training = ranks, setup, training
-        self._start = _fingerprints(training.model)
+        self._start = fingerprints(training.model)
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.tokens: list[int] = []
@@ -161,12 +157,11 @@ class Evidence:
                 f"has taken {len(self.losses)} training steps, and its optimizer {min(counts, default=0)}: work was "
                 "skipped, so its rate is that of something else"
             )
-        weights = self._training.model.named_parameters()
-        named = zip(weights, self._start, _fingerprints(self._training.model), strict=True)
+        now = fingerprints(self._training.model)
         still = [
             name.removeprefix("module.")  # the name of the model inside DistributedDataParallel
-            for (name, weight), old, new in named
-            if old == new and local(weight).numel()
+            for name, weight in self._training.model.named_parameters()
+            if now[name] == self._start[name] and local(weight).numel()
         ]
         if still:
             return (
@@ -181,11 +176,6 @@ class Evidence:
             return ""
         found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._training.model.parameters()))]
         return weight_defects(found, f"after {len(self.losses)} steps", NOT_REDUCED).get(self._ranks.index, "")
-
-
-def _fingerprints(model: nn.Module) -> list[int]:
-    """Return the fingerprint of each weight tensor, of this rank's part if it is sharded."""
-    return [fingerprint([local(weight)]) for weight in model.parameters()]
 
 
 _SAMPLE_ELEMENTS = 8
@@ -208,6 +198,18 @@ def missing_compiler(device: torch.device) -> str:
     if not torch.equal(found, _sample(given)):
         return f"its compiled code is wrong: {found.tolist()}, expected {_sample(given).tolist()}"
     return ""
+
+
+def lacking_compiler(ranks: Ranks, device: torch.device, missing: Callable[[torch.device], str]) -> str:
+    """Return why not all ranks can compile, so that none does, for some would be faster than others: "" if all can.
+    Collective.
+
+    Args:
+        missing: as ``missing_compiler``.
+    """
+    mine = missing(device)
+    lacking = [index for index, [lacks] in enumerate(ranks.gather([bool(mine)])) if lacks]
+    return mine or (f"{ranks.name(lacking[0])} has no compiler, and all ranks must run alike" if lacking else "")
 
 
 def compile_blocks(model: Decoder) -> None:

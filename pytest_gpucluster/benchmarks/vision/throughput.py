@@ -27,7 +27,7 @@ from pytest_gpucluster.benchmarks.training.loader import (
     needed_bytes,
     require_shared_memory,
 )
-from pytest_gpucluster.benchmarks.training.step import Replicate, Update, optimizer_step, replicate
+from pytest_gpucluster.benchmarks.training.step import STATE_BYTES, Replicate, Update, optimizer_step, replicate
 from pytest_gpucluster.benchmarks.training.throughput import SteadySteps
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images
 from pytest_gpucluster.device.backends import accelerator, clock_for
@@ -241,9 +241,6 @@ LEARNING_RATE = 1e-3
 LEAST_STEPS = 16
 """A minimum, so that the loss has had time to fall. Source: this suite's rule."""
 
-_STATE_BYTES = 16
-"""A weight, its gradient and both moments of AdamW, all fp32."""
-
 _OUTPUT_BYTES = 4
 """Kept for each output of a layer: bf16, and as much again for gradients and a convolution's workspace.
 An estimate from above. Source: this suite's rule."""
@@ -385,7 +382,7 @@ class _Training:
         require_free_on_all(
             self._ranks,
             self._device,
-            network.parameters_with(classes) * _STATE_BYTES + setup.batch * network.outputs_with(side) * _OUTPUT_BYTES,
+            network.parameters_with(classes) * STATE_BYTES + setup.batch * network.outputs_with(side) * _OUTPUT_BYTES,
             f"training a {setup.network} with {setup.batch} images of {side} x {side}",
             instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
         )

@@ -4,7 +4,6 @@ is the same wherever it is trained; those of models are loaded from folders."""
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 
 import pytest
@@ -227,10 +226,3 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
     with pytest.raises(EnvironmentBroken, match=r"^me/.*tokenizer can"):
         tokenizer_for("me/nothing")
     assert asked == [ANSWER_SECONDS]
-
-
-def test_without_transformers_the_line_to_install_it_is_reported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    for call in (lambda: tiny_tokenizer(ROWS), lambda: tokenizer_for("x")):
-        with pytest.raises(EnvironmentBroken, match=r"installed; install.* -m pip"):
-            call()
