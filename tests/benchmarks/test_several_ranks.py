@@ -12,6 +12,7 @@ from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_ran
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
 from pytest_gpucluster.benchmarks.training import parity_check, scaling, throughput
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
+from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS
 from pytest_gpucluster.benchmarks.training.sharding import layout_defect, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
@@ -48,18 +49,20 @@ def test_numbers_of_all_ranks_are_told_in_their_order_and_a_rank_has_the_name_of
 def train_shards(rank, count):
     groups = [dist.new_group([one]) for one in range(count)]
 
-    def check(**more):
+    def check():
         how = {"strategy": "fsdp", "precision": "fp32", "alone": groups[rank]}
-        return parity_check.compare_ranks(group(), CPU, GEOMETRY, batch=2, steps=2, **how, **more)
+        return parity_check.compare_ranks(group(), CPU, GEOMETRY, batch=2, steps=2, **how)
 
     def broken(*given, **how):
-        model = parity_check.COMPONENTS.shard(*given, **how)
+        model = COMPONENTS.shard(*given, **how)
         if rank == 1:
             with torch.no_grad():
                 model.head.weight.to_local()[0] += 1
         return model
 
-    return check(), outcome(lambda: check(components=replace(parity_check.COMPONENTS, shard=broken)))
+    right = check()
+    parity_check.COMPONENTS = replace(COMPONENTS, shard=broken)
+    return right, outcome(check)
 
 
 def test_shards_on_two_ranks_train_as_one_process_and_other_weights_are_found():
@@ -112,8 +115,10 @@ def train_at_rates(rank):
     # Alone rank 2 takes twice as long as the others; in the group each step takes what its slowest rank does, and more.
     clocks = [lambda device: Ticking(2.0 if rank == 2 else 1.0), lambda device: Ticking(2.5)]
     pieces = [replace(throughput.COMPONENTS, clock=clock) for clock in clocks]
-    alone = scaling.rates(group(), None, CPU, setup, sampling=sampling, components=pieces[0])
-    shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling, components=pieces[1])
+    throughput.COMPONENTS = pieces[0]
+    alone = scaling.rates(group(), None, CPU, setup, sampling=sampling)
+    throughput.COMPONENTS = pieces[1]
+    shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling)
     medians = [[one.median for one in found.of_rank] for found in (alone, shared)]
     return alone.slowest, medians, scaling.efficiency(shared.of_rank, alone.of_rank).median
 

@@ -11,7 +11,7 @@ from pytest_gpucluster.journal.run_directory import artifacts_name
 from pytest_gpucluster.metrics.loss_curve import Curve, Point
 
 NODEID = "acceptance/test_qwen2_lora.py::test_lora_tiny"
-CONTEXT = {"model": "x", "seed": "0"}
+CONTEXT = {"model": "x", "seed": "x"}
 
 
 def curve(loss, **context):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
-from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS, Components, Step, Trainer
+from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS, Step, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.training.throughput import SteadySteps
@@ -82,7 +82,6 @@ def lora_throughput(
     sampling: Sampling,
     during: AbstractContextManager[object] = NO_CONTEXT,
     progress: Callable[..., None] | None = None,
-    components: Components | None = None,
 ) -> LoraRate:
     """Train on random tokens until the rate is known.
 
@@ -99,7 +98,6 @@ def lora_throughput(
         during: entered while steps are timed, not during the warm-up.
         progress: called after some steps each, with the step, the number of steps as far as it is known, the loss and
             the rate.
-        components: by default ``COMPONENTS`` of ``trainer``.
 
     Raises:
         WrongResult: a loss or norm is not finite.
@@ -111,7 +109,7 @@ def lora_throughput(
         kept = base.kept(memory)
         positions = sequence if kept is base else memory.kept(sequence, _KEPT_SEQUENCE)
         packed = random_blocks(4 * recipe.global_batch, positions, kept.geometry.vocab, recipe.seed)
-        trainer = Trainer(group, device, base, recipe, packed, components=components, sequence=sequence)
+        trainer = Trainer(group, device, base, recipe, packed, sequence=sequence)
         losses: list[float] = []
 
         def take(count: int) -> list[float]:

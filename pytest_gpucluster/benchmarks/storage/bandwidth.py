@@ -231,7 +231,6 @@ def storage_bandwidth(
     file_bytes: int,
     passes: int,
     progress: Callable[..., None] | None = None,
-    components: Components | None = None,
 ) -> Bandwidth:
     """Have each rank write a file, and then read the one of another rank, all at the same time; several times.
 
@@ -248,14 +247,13 @@ def storage_bandwidth(
         file_bytes: of each file; a multiple of ``PAGE_BYTES``.
         passes: number of passes.
         progress: called after each pass: ``progress(step, of)``.
-        components: of the timed work; by default ``COMPONENTS`` of this module.
 
     Raises:
         WrongResult: on the rank that has read other bytes than were written.
         EnvironmentBroken: on all ranks: too little space, or the file system is not shared or fails otherwise.
     """
     with counted(MEASURING):
-        check = _Passes(group, folder, list(hosts), file_bytes, components or COMPONENTS)
+        check = _Passes(group, folder, list(hosts), file_bytes)
         return check.run(passes, progress or (lambda *steps, **figures: None))
 
 
@@ -273,10 +271,8 @@ def shift_of(hosts: Sequence[str]) -> int:
 
 
 class _Passes:
-    def __init__(
-        self, group: dist.ProcessGroup, folder: Path, hosts: list[str], file_bytes: int, components: Components
-    ) -> None:
-        self._group, self._folder, self._file_bytes, self._components = group, folder, file_bytes, components
+    def __init__(self, group: dist.ProcessGroup, folder: Path, hosts: list[str], file_bytes: int) -> None:
+        self._group, self._folder, self._file_bytes = group, folder, file_bytes
         rank, count, shift = dist.get_rank(group), dist.get_world_size(group), shift_of(hosts)
         self._rank, self._other = rank, (rank + shift) % count
         self._other_host = all(hosts[one] != hosts[(one + shift) % count] for one in range(count))
@@ -290,7 +286,7 @@ class _Passes:
         for number in range(passes):
             mine, other = (self._folder / f"pass-{number}-rank-{rank:05d}.bin" for rank in (self._rank, self._other))
             try:
-                seconds = on_all_ranks(self._group, partial(self._components.write, mine, self._file_bytes, self._mine))
+                seconds = on_all_ranks(self._group, partial(COMPONENTS.write, mine, self._file_bytes, self._mine))
                 written.append(self._file_bytes / seconds[self._rank])
                 if number == 0:
                     direct = all(on_all_ranks(self._group, partial(self._reads_directly, other)))
@@ -325,7 +321,7 @@ class _Passes:
         return reads_directly(wait_for(path))
 
     def _read(self, path: Path, *, direct: bool) -> FileRead:
-        return self._components.read(wait_for(path), self._file_bytes, self._others, direct=direct)
+        return COMPONENTS.read(wait_for(path), self._file_bytes, self._others, direct=direct)
 
     def _begin(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

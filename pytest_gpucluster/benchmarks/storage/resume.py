@@ -51,7 +51,6 @@ def check_resume(
     fewer: dist.ProcessGroup | None,
     batch: int,
     steps: int,
-    components: Components | None = None,
 ) -> tuple[float, float, float | None]:
     """Train a sharded decoder, save it, train on; then resume others from the checkpoint, and compare the losses.
 
@@ -71,7 +70,6 @@ def check_resume(
         fewer: a group that this rank is in, with a part of the ranks; all ranks are in one of this size.
         batch: rows of each rank in a step.
         steps: before the checkpoint, and as many after it.
-        components: of saving and loading; by default ``COMPONENTS`` of this module.
 
     Returns: the largest error of a loss after the checkpoint, as a ratio, compared with those without an interruption:
         sharded on the same ranks, replicated on them, and sharded on fewer; None if there was no such group.
@@ -90,7 +88,7 @@ def check_resume(
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
     with counted(VERIFYING), numerics("highest"), deterministic():
-        return _Check(group, device, geometry, folder, batch, steps, components or COMPONENTS).run(fewer)
+        return _Check(group, device, geometry, folder, batch, steps).run(fewer)
 
 
 @dataclass(eq=False)
@@ -101,7 +99,6 @@ class _Check:
     _folder: Path
     _batch: int
     _steps: int
-    _components: Components
 
     def __post_init__(self) -> None:
         sizes, self._global_batch = self._geometry, self._batch * dist.get_world_size(self._group)
@@ -114,7 +111,7 @@ class _Check:
         consumed = self._steps * self._global_batch
         self._losses(training, self._group, consumed=0)
         extra = {"epoch": 0, "rows_consumed": consumed}
-        saved = self._components.save(
+        saved = COMPONENTS.save(
             self._folder, self._steps, training.model, training.optimizer, group=self._group, extra=extra
         )
         state = _state_fingerprint(training)
@@ -123,7 +120,7 @@ class _Check:
         del training
 
         def resume(other: Training, group: dist.ProcessGroup, how: str) -> float:
-            loaded = self._components.load(saved, other.model, other.optimizer, group=group)
+            loaded = COMPONENTS.load(saved, other.model, other.optimizer, group=group)
             found = _state_fingerprint(other)
             on_all_ranks(group, lambda: _require_same(found, state, loaded, extra, f"{saved}, {how}"))
             losses = self._losses(other, group, consumed=int(loaded["rows_consumed"]))
@@ -190,7 +187,7 @@ class _Check:
             copy = self._folder / f"copy-{how}"
             name = on_first_rank(self._group, partial(_damaged, saved, copy, damage))
             try:
-                self._components.load(copy, training.model, training.optimizer, group=self._group)
+                COMPONENTS.load(copy, training.model, training.optimizer, group=self._group)
             except WrongResult as error:
                 if f"{copy / name} is {how}" not in str(error):
                     raise

@@ -265,7 +265,6 @@ def check_propagation(
     start_seconds: float,
     end_seconds: float,
     visible: Sequence[str] = (),
-    components: Components | None = None,
 ) -> float:
     """Start a training by torchrun on this host in which the last rank dies, and check how the job ends.
 
@@ -284,7 +283,6 @@ def check_propagation(
         start_seconds: from the start to that death, at most.
         end_seconds: from that death to the end of the job, at most; then it is ended.
         visible: the GPUs of the job, by UUID; by default those that this process sees.
-        components: of the job; by default ``COMPONENTS`` of this module.
 
     Returns: the seconds from the rank's last stamp until no process of the job was left.
 
@@ -292,7 +290,6 @@ def check_propagation(
         WrongResult: the job has not ended in time, its exit code is 0, it does not name the rank, or a process is left.
         EnvironmentBroken: the job has not reached that death, or there is too little memory.
     """
-    used = components or COMPONENTS
     context = CONTEXT_BYTES if device.type == "cuda" else 0
     require_free(
         device,
@@ -311,7 +308,8 @@ def check_propagation(
         "folder": str(folder),
         "seconds": start_seconds + 2 * end_seconds,
     }
-    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, json.dumps(job)]
+    options = ["--standalone", f"--nproc-per-node={ranks}", "-m", COMPONENTS.module]
+    command = [*COMPONENTS.launcher, *options, json.dumps(job)]
     with counted(MEASURING), ChildJob(command, child_environment(os.environ, visible), folder / "output.txt") as child:
         return _Watch(child, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
 

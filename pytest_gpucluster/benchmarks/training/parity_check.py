@@ -80,7 +80,6 @@ def compare_ranks(
     batch: int,
     steps: int,
     alone: dist.ProcessGroup | None = None,
-    components: Components | None = None,
 ) -> Parity:
     """Train a decoder on all ranks together, and on each rank also as one process would.
 
@@ -105,7 +104,6 @@ def compare_ranks(
         batch: rows of each rank in a step.
         steps: of each training; they end with the first defect.
         alone: the group of this rank alone, for fsdp.
-        components: of the training; by default ``COMPONENTS`` of this module.
 
     Raises:
         WrongResult: on the rank at fault, or on every rank where none can be identified: rows are not this rank's,
@@ -113,9 +111,8 @@ def compare_ranks(
             do not change, or change by themselves.
         EnvironmentBroken: too little memory is free.
     """
-    used = components or COMPONENTS
     with counted(VERIFYING), numerics("highest"), deterministic():
-        return _Comparison(group, device, geometry, strategy, precision, batch, steps, alone, used).run()
+        return _Comparison(group, device, geometry, strategy, precision, batch, steps, alone).run()
 
 
 class _Comparison:
@@ -131,10 +128,9 @@ class _Comparison:
         batch: int,
         steps: int,
         alone: dist.ProcessGroup | None,
-        components: Components,
     ) -> None:
         self._group, self._device, self._geometry, self._alone = group, device, geometry, alone
-        self._is_sharded, self._precision, self._components = strategy == "fsdp", precision, components
+        self._is_sharded, self._precision, self._components = strategy == "fsdp", precision, COMPONENTS
         self._ranks, self._batch, self._steps = Ranks(group, device), batch, steps
         self._count, self._rank = self._ranks.count, self._ranks.index
         # Replicas read a number of rows that is no multiple of the ranks, so that padding is needed.

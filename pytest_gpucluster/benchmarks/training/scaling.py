@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
-from pytest_gpucluster.benchmarks.training.throughput import Components, Progress, throughput
+from pytest_gpucluster.benchmarks.training.throughput import Progress, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import stats
@@ -61,7 +61,6 @@ def rates(
     known: MutableMapping[int, Rates] | None = None,
     using: AbstractContextManager[object] | None = None,
     during: AbstractContextManager[object] | None = None,
-    components: Components | None = None,
     progress: Progress | None = None,
 ) -> Rates:
     """Train in groups of one size, all of them at once, and exchange the rates.
@@ -79,7 +78,6 @@ def rates(
             ranks have them, and new ones that are conclusive are added.
         using: entered while the group is used, and no other one.
         during: entered for the time of the steps that count.
-        components: of the training.
         progress: as of ``throughput``.
 
     Raises:
@@ -106,7 +104,6 @@ def rates(
             setup,
             sampling=sampling,
             during=during,
-            components=components,
             progress=progress,
             in_parts=False,
             # The start line: some compile longer, and the others' rates would be those of idle neighbours until then.

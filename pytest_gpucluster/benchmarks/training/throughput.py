@@ -109,7 +109,6 @@ def throughput(
     *,
     sampling: Sampling,
     during: AbstractContextManager[object] | None = None,
-    components: Components | None = None,
     progress: Progress | None = None,
     in_parts: bool = True,
     ready: Callable[[], object] = lambda: None,
@@ -130,7 +129,6 @@ def throughput(
         sampling: how long to warm up and to measure, and the required confidence. A result that does not reach it in
             time is returned as inconclusive.
         during: entered for the time of the steps that count.
-        components: of the training; by default ``COMPONENTS`` of this module.
         progress: called on every rank after some steps each, with the step, the number of steps as far as it is known,
             and the figures ``loss`` and ``tokens_per_second``.
         in_parts: also measure the times of a step's parts; without it ``parts`` is empty.
@@ -147,7 +145,7 @@ def throughput(
     """
     try:
         with fresh_compiler() if setup.kept(accelerator(device)).compiled else nullcontext():
-            steps = _Steps(group, device, setup, sampling, in_parts, components or COMPONENTS)
+            steps = _Steps(group, device, setup, sampling, in_parts)
             return steps.measure(during or nullcontext(), progress or (lambda step, of, **figures: None), ready)
     except torch.OutOfMemoryError as error:
         needed = setup.needed_bytes(1 if group is None else dist.get_world_size(group))
@@ -243,9 +241,8 @@ class _Steps:
         setup: Setup,
         sampling: Sampling,
         in_parts: bool,
-        components: Components,
     ) -> None:
-        self._ranks, self._device, self._setup, self._components = Ranks(group, device), device, setup, components
+        self._ranks, self._device, self._setup = Ranks(group, device), device, setup
         self._sampling, self._in_parts, self._notes = sampling, in_parts, list[str]()
         ranks, self._by = self._ranks, accelerator(device)
         what = (
@@ -257,14 +254,14 @@ class _Steps:
         instead = "choose a smaller batch or model for this test by --gpucluster-workload"
         require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
         kept = setup.kept(self._by)
-        why = lacking_compiler(ranks, device, components.missing_compiler) if kept.compiled else ""
+        why = lacking_compiler(ranks, device, COMPONENTS.missing_compiler) if kept.compiled else ""
         if why:
             self._notes.append(f"no compiler, ran eager: {why}")
         self._compiled = setup.compiled and not why
         if slow_attention := missing_flash_attention(device, setup.geometry):
             self._notes.append(f"no flash attention: {slow_attention}")
         self._training = self._make(kept)
-        self._batches = components.batches(
+        self._batches = COMPONENTS.batches(
             kept.geometry,
             device,
             rank=ranks.index,
@@ -273,11 +270,11 @@ class _Steps:
             workers=kept.workers,
             prefetch=kept.prefetch,
         )
-        self._clock, self._evidence = components.clock(device), Evidence(ranks, kept, self._training)
+        self._clock, self._evidence = COMPONENTS.clock(device), Evidence(ranks, kept, self._training)
 
     def _make(self, kept: Setup) -> Training:
         """Create model and optimizer: blocks are recomputed, compiled, then shared, in this order."""
-        made, device, group, replicated = self._components, self._device, self._ranks.group, kept.strategy == "ddp"
+        made, device, group, replicated = COMPONENTS, self._device, self._ranks.group, kept.strategy == "ddp"
         whole = made.make(kept.geometry, device, seed=0, drawn_on=device) if replicated else on_meta(kept.geometry)
         if kept.recompute:
             whole.recompute()

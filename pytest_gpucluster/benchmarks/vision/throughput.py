@@ -256,7 +256,6 @@ def image_rate(
     node: int,
     sampling: Sampling,
     during: AbstractContextManager[object] = NO_CONTEXT,
-    components: Components | None = None,
 ) -> ImageRate:
     """Train a ResNet with DistributedDataParallel, products in bf16 by autocast, channels last, and AdamW.
 
@@ -276,7 +275,6 @@ def image_rate(
         node: number of this rank's node; its ranks share /dev/shm.
         sampling: how long to warm up and to measure, and the required confidence.
         during: entered for the time of the steps that count.
-        components: of the training; by default ``COMPONENTS`` of this module.
 
     Raises:
         WrongResult: on the rank at fault, or on every rank where none can be identified: a loss is not finite, or the
@@ -290,7 +288,7 @@ def image_rate(
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True  # its convolutions for each shape, as in a training
     try:
-        return _Training(group, device, setup, components or COMPONENTS).run(images, node, sampling, during)
+        return _Training(group, device, setup).run(images, node, sampling, during)
     finally:
         torch.backends.cudnn.benchmark = before
 
@@ -304,14 +302,13 @@ class _Training:
     _group: dist.ProcessGroup | None
     _device: torch.device
     _setup: Setup
-    _components: Components
 
     def __post_init__(self) -> None:
         self._ranks, self._by = Ranks(self._group, self._device), accelerator(self._device)
         self._failure: EnvironmentBroken | None = None
         self._batches: Batches | None = None
         self._batch: Any = None
-        self._clock = self._components.clock(self._device)
+        self._clock = COMPONENTS.clock(self._device)
         self._losses: list[float] = []
         self._waits: list[float] = []
 
@@ -321,7 +318,7 @@ class _Training:
         opened, setup = self._opened(images, sampling), self._setup
         sizes = (setup.batch * math.prod(opened.shape), 8 * setup.batch)  # uint8 and int64
         needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
-        require_shared_memory(self._ranks, node=node, needed=needed, inspect=self._components.inspect)
+        require_shared_memory(self._ranks, node=node, needed=needed, inspect=COMPONENTS.inspect)
         self._make(opened)
         steady = SteadySteps(self._ranks, self._steps, sampling, now=self._by.now)
         try:
@@ -387,17 +384,17 @@ class _Training:
             instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
         )
         narrow = _EMBEDDING // self._by.kept(_EMBEDDING, _KEPT_EMBEDDING)
-        self._model = self._components.make(setup.network, self._device, classes=classes, seed=0, narrow=narrow)
+        self._model = COMPONENTS.make(setup.network, self._device, classes=classes, seed=0, narrow=narrow)
         self._replica = self._model
         if self._group is not None:
-            self._replica = self._components.replicate(self._model, self._device, self._group)
+            self._replica = COMPONENTS.replicate(self._model, self._device, self._group)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def _start(self, images: Images) -> None:
         """Start the workers, and wait for the first batch of every rank."""
         setup, batch = self._setup, self._by.kept(self._setup.batch, _KEPT_BATCH)
         try:
-            self._batches = self._components.batches(
+            self._batches = COMPONENTS.batches(
                 images,
                 batch=batch,
                 workers=setup.workers if batch == setup.batch else 0,  # few images need none
@@ -429,10 +426,10 @@ class _Training:
         images, labels = (part.to(self._device, non_blocking=True) for part in batch)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
             logits = self._replica(as_input(images))
-        loss = self._components.loss(logits, labels)
+        loss = COMPONENTS.loss(logits, labels)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._components.update(self._model, self._optimizer)
+        COMPONENTS.update(self._model, self._optimizer)
         return loss.detach()
 
     def _steps(self, count: int) -> list[float]:

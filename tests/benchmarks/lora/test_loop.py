@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -301,10 +302,11 @@ def test_activations_of_qwen2_7b_are_recomputed_where_the_memory_demands_it(make
     assert (found[0], bool(found[1])) == (recompute, lacking)
 
 
-def throughput(**more):
+def throughput(components=COMPONENTS, **more):
     sampling = Sampling(warmup_seconds=0.0, window_seconds=0.01, longest_seconds=0.1, tolerance_ratio=3.0)
     recipe = replace(RECIPE, steps=1000, recompute="auto")
-    return lora_throughput(dist.group.WORLD, CPU, base=BASE, recipe=recipe, sequence=16, sampling=sampling, **more)
+    with patch.object(lora_loop, "COMPONENTS", components):
+        return lora_throughput(dist.group.WORLD, CPU, base=BASE, recipe=recipe, sequence=16, sampling=sampling, **more)
 
 
 def test_the_throughput_of_any_sizes_can_be_measured(make):

@@ -6,6 +6,7 @@ import os
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from each import of_each
@@ -30,9 +31,12 @@ SIZE = 4 * PAGE_BYTES
 @pytest.fixture
 def measure(group, tmp_path):
     """The measurement over a group of this process alone."""
-    return lambda **more: storage_bandwidth(
-        group, tmp_path, **{"hosts": ["a"], "file_bytes": SIZE, "passes": 2, **more}
-    )
+
+    def run(components=COMPONENTS, **more):
+        with patch.object(bandwidth, "COMPONENTS", components):
+            return storage_bandwidth(group, tmp_path, **{"hosts": ["a"], "file_bytes": SIZE, "passes": 2, **more})
+
+    return run
 
 
 @of_each("case", [("aabb", 2), ("abab", 1), ("aaab", 1), ("aabbcc", 2), ("ab", 1), ("aa", 1), ("a", 0)])

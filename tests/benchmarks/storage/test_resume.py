@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.benchmarks.storage import checkpoint, resume
 from pytest_gpucluster.benchmarks.storage.resume import COMPONENTS, check_resume
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -22,7 +23,12 @@ GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 def check(group, tmp_path):
     """The check over a group of this process alone."""
     sizes = {"fewer": None, "batch": 2, "steps": 2}
-    return lambda **more: check_resume(group, torch.device("cpu"), GEOMETRY, tmp_path, **sizes | more)
+
+    def run(components=COMPONENTS, **more):
+        with patch.object(resume, "COMPONENTS", components):
+            return check_resume(group, torch.device("cpu"), GEOMETRY, tmp_path, **sizes | more)
+
+    return run
 
 
 def test_one_rank_goes_on_as_if_nothing_had_happened(check, tmp_path):

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from pytest_gpucluster.benchmarks.training import failure_propagation
 from pytest_gpucluster.benchmarks.training.failure_propagation import (
+    COMPONENTS,
     EXIT_CODE,
     ChildJob,
     Components,
@@ -111,7 +114,7 @@ def test_a_wait_has_a_deadline(tmp_path: Path) -> None:
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 
 
-def check(folder: Path, **more: object) -> float:
+def check(folder: Path, components: Components = COMPONENTS, **more: object) -> float:
     settings: dict[str, object] = {
         "ranks": 2,
         "how": "exit",
@@ -122,7 +125,8 @@ def check(folder: Path, **more: object) -> float:
         "end_seconds": 60.0,
         **more,
     }
-    return check_propagation(torch.device("cpu"), GEOMETRY, **settings)  # type: ignore[arg-type]  # by name
+    with patch.object(failure_propagation, "COMPONENTS", components):
+        return check_propagation(torch.device("cpu"), GEOMETRY, **settings)  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.extended
@@ -162,7 +166,7 @@ def message(*failures: tuple[int, int], root: int) -> str:
 def launched(folder: Path, text: str, **more: object) -> float:
     (folder / "launcher.py").write_text(LAUNCHER)
     (folder / "message.txt").write_text(text)
-    return check(folder, components=Components(launcher=(sys.executable, str(folder / "launcher.py"))), **more)
+    return check(folder, Components(launcher=(sys.executable, str(folder / "launcher.py"))), **more)
 
 
 @pytest.mark.parametrize(

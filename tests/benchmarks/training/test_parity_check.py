@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from each import of_each
 from forked_ranks import on_ranks
 from torch.nn.modules.module import register_module_forward_hook
 
-from pytest_gpucluster.benchmarks.training import sharding
+from pytest_gpucluster.benchmarks.training import parity_check, sharding
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS, compare_ranks
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
@@ -29,9 +30,9 @@ SIZES = {"batch": 2, "steps": 3}
 def check(group):
     """The check over a group of this process alone."""
 
-    def run(strategy, precision="fp32", **more):
-        how = {"strategy": strategy, "precision": precision, "alone": group}
-        return compare_ranks(group, CPU, GEOMETRY, **SIZES, **how, **more)
+    def run(strategy, precision="fp32", components=COMPONENTS):
+        with patch.object(parity_check, "COMPONENTS", components):
+            return compare_ranks(group, CPU, GEOMETRY, strategy=strategy, precision=precision, alone=group, **SIZES)
 
     return run
 

@@ -10,6 +10,7 @@ import sys
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,8 +44,9 @@ def setup(**more):
     return Setup(geometry=GEOMETRY, **given | more)
 
 
-def alone(components=None, *, sampling=SAMPLING, progress=None, **more):
-    return throughput(None, CPU, setup(**more), sampling=sampling, components=components, progress=progress)
+def alone(components=COMPONENTS, *, sampling=SAMPLING, progress=None, **more):
+    with patch.object(module, "COMPONENTS", components):
+        return throughput(None, CPU, setup(**more), sampling=sampling, progress=progress)
 
 
 def test_a_rank_alone_is_measured_without_a_group():
@@ -189,13 +191,8 @@ def test_nothing_of_the_training_stays_alive(group, fails):
 
     kept = None
     try:
-        throughput(
-            group,
-            CPU,
-            setup(workers=1),
-            sampling=SAMPLING,
-            components=replace(COMPONENTS, make=make, step=replace(PARTS, update=update)),
-        )
+        with patch.object(module, "COMPONENTS", replace(COMPONENTS, make=make, step=replace(PARTS, update=update))):
+            throughput(group, CPU, setup(workers=1), sampling=SAMPLING)
     except WrongResult as error:
         kept = error
     assert (kept is not None) == fails
@@ -221,15 +218,9 @@ def test_others_can_be_waited_for_after_the_first_step_and_parts_can_be_left_out
         optimizer_step(model, optimizer)
         steps.append(1)
 
-    found = throughput(
-        None,
-        CPU,
-        setup(),
-        sampling=SAMPLING,
-        components=replace(COMPONENTS, step=replace(PARTS, update=update)),
-        in_parts=False,
-        ready=lambda: seen.append(len(steps)),
-    )
+    watch = {"in_parts": False, "ready": lambda: seen.append(len(steps))}
+    with patch.object(module, "COMPONENTS", replace(COMPONENTS, step=replace(PARTS, update=update))):
+        found = throughput(None, CPU, setup(), sampling=SAMPLING, **watch)
     assert seen == [1], "after what compiles, and before what warms up"
     assert found.parts == {}
 

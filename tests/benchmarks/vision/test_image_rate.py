@@ -6,6 +6,7 @@ import math
 import weakref
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,7 +64,8 @@ def grey(side, colours=1, labels=(0, 1)):
 def run(setup=SETUP, images=IMAGES, clock=None, components=None, **more):
     clock = clock or ManualClock()
     used = replace(components or timed(clock), clock=lambda device: clock)
-    return image_rate(None, CPU, setup, images, node=0, sampling=SAMPLING, components=used, **more)
+    with patch.object(module, "COMPONENTS", used):
+        return image_rate(None, CPU, setup, images, node=0, sampling=SAMPLING, **more)
 
 
 def test_images_of_a_step_are_counted_over_its_time_the_wait_included():
