@@ -1,5 +1,7 @@
 """How much of its own rate does each GPU keep when more of them train together?"""
 
+from contextlib import nullcontext
+
 import pytest
 
 from pytest_gpucluster.benchmarks.collectives import measure_collective
@@ -94,7 +96,7 @@ def rates_of(cluster, group_of, known, progress, setup, strategy, telemetry, wor
             setup,
             sampling=workload.scaling.sampling,
             known=known.setdefault(strategy, {}),
-            using=None if scope == "gpu" else cluster.using(group),
+            using=nullcontext() if scope == "gpu" else cluster.using(group),
             during=telemetry(),
             progress=progress,
         )

@@ -44,14 +44,14 @@ def test_shared_filesystem(artifacts, cluster, inventory, measure, record_proper
     )
     if result is None:
         return
-    visibility, reads, mounted = result.visibility, result.reads, result.mount
+    mounted, visibility, reads, small_files_per_second = result
     visibility.require_visible(cluster.hostname)
     record_property("shared_filesystem.mount", str(mounted.mount or "unknown"))
     labels = {"nnodes": cluster.nnodes, "file_system": mounted.mount.kind if mounted.mount else "unknown"}
     measure("shared_filesystem.verified", visibility.right / visibility.files, unit="ratio", **labels)
     measure("shared_filesystem.visible", visibility.slowest_seconds, unit="s", **labels)
     measure("shared_filesystem.whole_reads", 100 * reads.whole_ratio, unit="%", **labels)
-    measure("shared_filesystem.small_files", result.small_files_per_second, unit="files/s", **labels)
+    measure("shared_filesystem.small_files", small_files_per_second, unit="files/s", **labels)
     measure("shared_filesystem.free", 100 * mounted.free_ratio, unit="%", **labels)
     if mounted.free_inodes_ratio is not None:
         measure("shared_filesystem.free_inodes", 100 * mounted.free_inodes_ratio, unit="%", **labels)

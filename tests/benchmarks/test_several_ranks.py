@@ -163,8 +163,9 @@ def test_one_rank_of_each_node_looks_at_a_shared_folder(tmp_path):
     assert other is None
     # The first node reads the files of all others twice, and each other one those of the first and of the next.
     for found, host, files in zip((a, *further), ("node-a", "node-b", "node-c"), (4, 4, 2), strict=True):
-        assert found.mount.host == host
-        assert (found.visibility.files, found.visibility.right) == (files, files)
-        assert found.small_files_per_second > 0
-        assert (found.reads.renames, found.reads.whole_ratio) == (20, 1.0)
+        mounted, visibility, reads, small_files_per_second = found
+        assert mounted.host == host
+        assert (visibility.files, visibility.right) == (files, files)
+        assert small_files_per_second > 0
+        assert (reads.renames, reads.whole_ratio) == (20, 1.0)
     assert os.listdir(tmp_path) == []

@@ -32,14 +32,10 @@ def recipe_of(sizes: Sizes, base: Base, kind: str = "packed") -> Recipe:
 
     Raises: ValueError if two sizes contradict each other.
     """
+    same = ("steps", "warmup_steps", "global_batch", "micro_batch", "precision", "recompute")
     recipe = Recipe(
-        steps=sizes.steps,
-        warmup_steps=sizes.warmup_steps,
-        global_batch=sizes.global_batch,
-        micro_batch=sizes.micro_batch,
+        **{name: getattr(sizes, name) for name in same},
         learning_rate=base.adapters.learning_rate,
-        precision=sizes.precision,
-        recompute=sizes.recompute,
         compiled=sizes.compiled == "on",
         seed=SEED,
     )

@@ -223,22 +223,9 @@ def _content(name: str) -> bytes:
 
 _RENAMED = "renamed.bin"
 
-
-@dataclass(frozen=True, kw_only=True)
-class SurveyResult:
-    """A node's result, to which all have agreed.
-
-    Attributes:
-        mount: the folder as this node sees it.
-        visibility: of the other nodes' files.
-        reads: while a file was replaced.
-        small_files_per_second: while all nodes made theirs.
-    """
-
-    mount: MountInfo
-    visibility: Visibility
-    reads: ReadCounts
-    small_files_per_second: float
+Survey = tuple[MountInfo, Visibility, ReadCounts, float]
+"""A node's result: the folder as it sees it, what it has read of the other nodes' files, its reads while a file was
+replaced, and small files a second while all nodes made theirs."""
 
 
 @releases_memory()
@@ -251,7 +238,7 @@ def survey(
     file_bytes: int,
     replaced: int,
     small: int,
-) -> SurveyResult | None:
+) -> Survey | None:
     """Inspect a folder from one rank of each node: its mount, the files of the other nodes, a file that the first node
     replaces by renames, and many small files.
 
@@ -267,7 +254,7 @@ def survey(
         replaced: how often a file is replaced.
         small: number of files of 4 KiB that each node creates.
 
-    Returns: the node's result; None on the other ranks.
+    Returns: the node's result; None on the ranks that do not inspect.
 
     Raises: EnvironmentBroken on all ranks: the folder is missing on a node, differs between nodes, or fails.
     """
@@ -287,7 +274,7 @@ class _Survey:
         self._host_of = {numbers.index(node): host for node, host in zip(nodes, hosts, strict=True)}
         self._is_leader = nodes.index(nodes[self._rank]) == self._rank
 
-    def run(self, file_bytes: int, replaced: int, small: int) -> SurveyResult | None:
+    def run(self, file_bytes: int, replaced: int, small: int) -> Survey | None:
         mounts = [one for one in self._on_nodes(lambda: inspect_mount(self._folder, self._host)) if one is not None]
         on_first_rank(self._group, lambda: require_same_mounts(self._folder, mounts))
         folder = Path(on_first_rank(self._group, lambda: str(make_unique_folder(self._folder))))
@@ -304,12 +291,7 @@ class _Survey:
         rate = rates[self._rank]
         if reads is None or rate is None:
             return None
-        return SurveyResult(
-            mount=next(one for one in mounts if one.host == self._host),
-            visibility=visibility,
-            reads=reads,
-            small_files_per_second=rate,
-        )
+        return next(one for one in mounts if one.host == self._host), visibility, reads, rate
 
     def _on_nodes(self, act: Callable[[], T]) -> list[T | None]:
         """Run an action on one rank of each node; return the results in the order of the ranks, None for the others."""

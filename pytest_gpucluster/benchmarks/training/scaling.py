@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.training.throughput import Progress, throughput
@@ -59,8 +60,8 @@ def rates(
     *,
     sampling: Sampling,
     known: MutableMapping[int, Rates] | None = None,
-    using: AbstractContextManager[object] | None = None,
-    during: AbstractContextManager[object] | None = None,
+    using: AbstractContextManager[object] = NO_CONTEXT,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     progress: Progress | None = None,
 ) -> Rates:
     """Train in groups of one size, all of them at once, and exchange the rates.
@@ -97,7 +98,7 @@ def rates(
     # A rank that failed in between has less than the others.
     if all(has for _, has in of_ranks):
         return before[size]
-    with using or nullcontext():
+    with using:
         found = throughput(
             group,
             device,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
+from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS, NO_CONTEXT
 from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import endless_batches
@@ -108,7 +108,7 @@ def throughput(
     setup: Setup,
     *,
     sampling: Sampling,
-    during: AbstractContextManager[object] | None = None,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     progress: Progress | None = None,
     in_parts: bool = True,
     ready: Callable[[], object] = lambda: None,
@@ -146,7 +146,7 @@ def throughput(
     try:
         with fresh_compiler() if setup.kept(accelerator(device)).compiled else nullcontext():
             steps = _Steps(group, device, setup, sampling, in_parts)
-            return steps.measure(during or nullcontext(), progress or (lambda step, of, **figures: None), ready)
+            return steps.measure(during, progress or (lambda step, of, **figures: None), ready)
     except torch.OutOfMemoryError as error:
         needed = setup.needed_bytes(1 if group is None else dist.get_world_size(group))
         raise EnvironmentBroken(

@@ -315,14 +315,6 @@ def test_what_is_no_name_on_the_hub(text):
     assert hub.hub_name(text) is None
 
 
-def test_without_huggingface_hub_the_line_to_install_it_is_reported(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(EnvironmentBroken, match=r"huggingface_hub .*installed; install.* -m pip"):
-        load_rows("me/calls")
-
-
 CHAT = (
     "USER: How hot is it in Rome?\n\n\n"
     'ASSISTANT: <functioncall> {"name": "heat", "arguments": \'{"city": "Rome"}\'} <|endoftext|>\n\n\n'
