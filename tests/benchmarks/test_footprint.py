@@ -3,12 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks.memory_budget import (
-    CACHES,
-    memory_released,
-    require_free,
-    sets_beyond_cache,
-)
+from pytest_gpucluster.benchmarks.memory_budget import CACHES, memory_released, require_free, sets_beyond_cache
 from pytest_gpucluster.device.backends import Cpu, Cuda
 from pytest_gpucluster.errors import EnvironmentBroken, kind_of
 

@@ -11,13 +11,7 @@ from each import of_each
 from pytest_gpucluster.benchmarks import matmul_search
 from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.matmul import Buffers, Products, Shape, layouts_of, measure_matmul, prepare_shape
-from pytest_gpucluster.benchmarks.matmul_search import (
-    Trial,
-    candidates,
-    fastest,
-    first_rank_chooses,
-    search_matmul,
-)
+from pytest_gpucluster.benchmarks.matmul_search import Trial, candidates, fastest, first_rank_chooses, search_matmul
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.device.products import scaled_product
 from pytest_gpucluster.errors import (

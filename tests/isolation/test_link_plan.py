@@ -1,12 +1,7 @@
 import pytest
 from simulated_fabric import everything, places
 
-from pytest_gpucluster.isolation.round_robin import (
-    across_nodes,
-    pair,
-    rail_by_rail,
-    within_node,
-)
+from pytest_gpucluster.isolation.round_robin import across_nodes, pair, rail_by_rail, within_node
 
 
 def assert_disjoint(rounds):

@@ -15,14 +15,7 @@ import pytest
 import torch
 from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
 
-from pytest_gpucluster.benchmarks import (
-    burn_in,
-    collectives,
-    fingerprint,
-    host_link,
-    links,
-    memory_patterns,
-)
+from pytest_gpucluster.benchmarks import burn_in, collectives, fingerprint, host_link, links, memory_patterns
 from pytest_gpucluster.device.backends import BACKENDS, Cpu
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog

@@ -6,13 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_gpucluster.session.reporting import (
-    let_go,
-    line_of,
-    skip_reason,
-    summary_of,
-    traceback_of,
-)
+from pytest_gpucluster.session.reporting import let_go, line_of, skip_reason, summary_of, traceback_of
 
 # Rank 0's report of a failed call, replaced as the plugin replaces it. What the ranks agreed on comes from the test.
 CONFTEST = """
