@@ -1,7 +1,6 @@
 """Faults of rank 1 (or 0) that end a test on that rank; each is followed by a test that needs all ranks."""
 
 import os
-import sys
 import threading
 
 import pytest
@@ -14,20 +13,42 @@ def test_first(cluster):
     meet(cluster, "nothing")
 
 
-@then_meet
-def test_before(cluster):
-    stamp("before")
-    if RANK == 1:
-        raise RuntimeError("raised before the collective")
-    all_reduce(cluster)
+class Hostile(Exception):
+    """Cannot be shown, cannot be pickled."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
 
 
-@then_meet
-def test_before_on_rank_0(cluster):
-    stamp("before_on_rank_0")
-    if RANK == 0:
-        raise RuntimeError("raised before the collective")
-    all_reduce(cluster)
+BEFORE = {
+    "before": RuntimeError("raised before the collective"),
+    "before_on_rank_0": RuntimeError("raised before the collective"),
+    "skip": pytest.skip.Exception("no NVLink here"),
+    "huge": RuntimeError("first words\n" + "x" * 10_000_000 + "\nlast words"),
+    "hostile": Hostile(threading.Lock()),
+    "sys_exit": SystemExit(3),
+}
+"""What a rank raises before a collective that all others wait in."""
+
+
+def failing(name, error):
+    def test(cluster):
+        stamp(name)
+        if (0 if "rank_0" in name else 1) == RANK:
+            raise error
+        all_reduce(cluster)
+
+    test.__name__ = f"test_{name}"
+    return test
+
+
+for _name, _error in BEFORE.items():
+    then_meet(failing(_name, _error))
 
 
 @then_meet
@@ -56,14 +77,6 @@ def test_while_the_group_is_made(cluster):
     stamp("while_the_group_is_made")
     if RANK == 1:
         raise RuntimeError("raised instead of making the group")
-    all_reduce(cluster)
-
-
-@then_meet
-def test_skip(cluster):
-    stamp("skip")
-    if RANK == 1:
-        pytest.skip("no NVLink here")
     all_reduce(cluster)
 
 
@@ -114,42 +127,6 @@ def test_after_with_a_session_fixture(cluster, shared):
 def test_nan(cluster, measure):
     stamp("nan")
     measure("matmul.bf16.tflops", float("nan") if RANK == 1 else 1.0, unit="TFLOPS")
-
-
-@then_meet
-def test_huge(cluster):
-    stamp("huge")
-    if RANK == 1:
-        raise RuntimeError("first words\n" + "x" * 10_000_000 + "\nlast words")
-    all_reduce(cluster)
-
-
-class Hostile(Exception):
-    """Cannot be shown, cannot be pickled."""
-
-    def __str__(self):
-        raise ValueError("no text")
-
-    __repr__ = __str__
-
-    def __reduce__(self):
-        raise TypeError("cannot be pickled")
-
-
-@then_meet
-def test_hostile(cluster):
-    stamp("hostile")
-    if RANK == 1:
-        raise Hostile(threading.Lock())
-    all_reduce(cluster)
-
-
-@then_meet
-def test_sys_exit(cluster):
-    stamp("sys_exit")
-    if RANK == 1:
-        sys.exit(3)
-    all_reduce(cluster)
 
 
 @then_meet
