@@ -85,6 +85,11 @@ def journal_lines(*, outcome="passed", message="", verdict="ACCEPTED", exit=0, n
     return [*lines, {"type": "end", "verdict": verdict, "exit": exit, "reason": message or "1 passed"}]
 
 
+def found(kept):
+    """Return what sweep.json has of the nodes alone: name -> verdict, exit code and failure."""
+    return {each["node"]: (each["verdict"], each["exit"], each["failure"]) for each in kept["alone"]}
+
+
 # ---- the process whose forks are the nodes ---------------------------------------------------------------------------
 
 _MOST_BYTES = 1 << 20

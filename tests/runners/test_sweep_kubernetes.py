@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_kubernetes import FakeKubernetes, node
-from fake_ssh import journal_lines
+from fake_ssh import found, journal_lines
 from journal_lines import journal_of
 from ports import free_port
 from sessions import clean_environment
@@ -68,10 +68,6 @@ def sweep(fake, tmp_path, monkeypatch, capsys):
         return code, json.loads(kept.read_text()) if kept.exists() else {}, printed
 
     return run
-
-
-def found(kept):
-    return {each["node"]: (each["verdict"], each["exit"], each["failure"]) for each in kept["alone"]}
 
 
 def test_every_node_has_a_pod_of_its_own_and_then_all_meet(fake, sweep, tmp_path):

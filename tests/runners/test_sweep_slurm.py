@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from fake_slurm import REJECTED, FakeSlurm, leaves
+from fake_ssh import found
 from recordings import wait_until
 from sessions import Process, environment
 
@@ -38,10 +39,6 @@ def sweep(fake, tmp_path, monkeypatch, capsys):
         return code, json.loads(kept.read_text()) if kept.exists() else {}, printed
 
     return run
-
-
-def found(kept):
-    return {each["node"]: (each["verdict"], each["exit"], each["failure"]) for each in kept["alone"]}
 
 
 def test_every_node_runs_alone_and_then_all_together(fake, sweep, tmp_path):

@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pytest
-from fake_ssh import FakeSsh, journal_lines
+from fake_ssh import FakeSsh, found, journal_lines
 from recordings import wait_until
 from sessions import Process, environment
 
@@ -35,10 +35,6 @@ def sweep(fake, tmp_path, monkeypatch, capfd):
         return code, json.loads(kept.read_text()) if kept.exists() else {}, capfd.readouterr().err
 
     return run
-
-
-def found(kept):
-    return {each["node"]: (each["verdict"], each["exit"], each["failure"]) for each in kept["alone"]}
 
 
 def test_every_node_runs_alone_and_then_those_that_passed_together(fake, sweep, tmp_path):
