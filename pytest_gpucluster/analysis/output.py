@@ -59,7 +59,8 @@ def as_text(blocks: Iterable[Block], width: int) -> str:
 def as_page(heading: str, blocks: Iterable[Block], *, is_good: bool, reasons: Sequence[str] = ()) -> str:
     """Return a result as one HTML document; ``heading`` is its answer."""
     parts: list[tuple[str, object]] = []
-    for kind, group in itertools.groupby((block for block in blocks if block), key=_kind):
+    shown = (block for block in blocks if (block.rows if isinstance(block, Rows) else block))
+    for kind, group in itertools.groupby(shown, key=_kind):
         if kind == "items":
             parts.append((kind, [line(str(each).strip()) for each in group]))
         else:
