@@ -402,7 +402,20 @@ class Slot:
             import pytest
 
             code = int(
-                pytest.main(["-x", "-q", "-m", "not extended", "-p", "no:cacheprovider", *examples, *mutant.tests])
+                pytest.main(
+                    [
+                        "-c",
+                        "tests/pytest.ini",
+                        "-x",
+                        "-q",
+                        "-m",
+                        "not extended",
+                        "-p",
+                        "no:cacheprovider",
+                        *examples,
+                        *mutant.tests,
+                    ]
+                )
             )
         except BaseException:  # whatever it is, this process must not go on as its parent
             traceback.print_exc()
