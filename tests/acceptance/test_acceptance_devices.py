@@ -100,7 +100,6 @@ WRONG = [
     ("nccl__wrong", "all_reduce[node-bf16]", "all_reduce of 8 B bf16 over 2 ranks: 1 of 4 .* offset 1: found "),
     ("nccl__wrong", "all_reduce[node-fp32]", "all_reduce of 8 B fp32 over 2 ranks: 1 of 2 .* offset 1: found nan, "),
     ("collectives", "collective[node-all_gather-fp32]", "all_gather of 16 B fp32 over 2 ranks: 1 of 4 .* offset 0:"),
-    ("collectives", "collective[node-reduce_scatter-fp32]", "reduce_scatter of 16 B fp32 over 2 ranks: 1 of 2 "),
     ("collectives", "collective[node-broadcast-bf16]", "broadcast of 16 B bf16 over 2 ranks: 8 of 8 .* offset 0:"),
     ("collectives", "collective[node-send_recv-bf16]", "send_recv of 16 B bf16 over 2 ranks: 8 of 8 .* offset 0:"),
 ]
@@ -114,6 +113,13 @@ def test_what_is_wrong_rejects_and_names_the_rank_and_the_place(run, case):
     assert found.message.startswith(f"{RANK_1}: WrongResult: "), found.message
     assert re.search(case[2], found.text), found.text
     assert list(found.culprits) == [1]
+
+
+def test_a_wrong_sum_that_one_rank_receives_blames_no_single_rank(run):
+    found = result_of(run, "collectives", "collective[node-reduce_scatter-fp32]")
+    assert found.outcome == "failed", found.text
+    assert re.search("reduce_scatter of 16 B fp32 over 2 ranks: 1 of 2 .* rank 1 received it", found.text), found.text
+    assert list(found.culprits) == [0, 1]
 
 
 @of_each(

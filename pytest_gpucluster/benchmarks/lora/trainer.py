@@ -212,8 +212,9 @@ class Trainer:
             self.not_compiled = lacking_compiler(self.ranks, device, missing_compiler)
             for block in () if self.not_compiled else self.model.blocks:
                 block.compile(dynamic=False)
-        # On one rank too: without the policy of mixed precision peft would multiply its adapters in fp32.
-        self._components.shard(self.model, mesh_of(group, device), precision=recipe.precision)
+        # On one rank for its policy of mixed precision, without which peft would multiply its adapters in fp32.
+        if self.ranks.count > 1 or recipe.precision != "fp32":
+            self._components.shard(self.model, mesh_of(group, device), precision=recipe.precision)
         weights = dict(self.model.named_parameters())
         # Adapters that are frozen by mistake too: then they do not move, and are found by that.
         self._trained = {name: its for name, its in weights.items() if its.requires_grad or is_adapter(name)}

@@ -21,6 +21,7 @@ from pytest_gpucluster.benchmarks.lora.packing import global_batch
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
 from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe
+from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.products import deterministic
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -80,7 +81,7 @@ def test_weight_decay_is_that_of_the_recipe(make):
     def weights(decay):
         trainer = make(weight_decay=decay, components=replace(COMPONENTS, loss=lambda summed, targets: 0 * summed))
         trainer.step(1)
-        return [weight.full_tensor() for weight in trainer.model.parameters() if weight.requires_grad]
+        return [local(weight.detach()) for weight in trainer.model.parameters() if weight.requires_grad]
 
     for kept, decayed in zip(weights(0.0), weights(0.5), strict=True):
         torch.testing.assert_close(decayed, kept * (1 - 5e-3 * 0.5))
@@ -163,9 +164,10 @@ def test_adapters_learn_under_a_frozen_embedding_where_activations_are_recompute
     assert (trainer.moved_adapters(), trainer.unchanged_base()) == (1.0, 1.0)
 
 
-def test_each_block_is_sharded_for_itself(make):
-    sharded = [part for part in make().model.modules() if isinstance(part, FSDPModule)]
-    assert len(sharded) == 1 + BASE.geometry.layers
+def test_each_block_is_sharded_for_itself_where_that_has_a_use(make):
+    for precision, expected in (("bf16", 1 + BASE.geometry.layers), ("fp32", 0)):
+        parts = make(precision=precision).model.modules()
+        assert sum(isinstance(part, FSDPModule) for part in parts) == expected
 
 
 def test_the_same_seed_gives_the_same_weights_after_each_step_and_another_one_others(make):
@@ -186,7 +188,7 @@ def test_a_frozen_weight_that_changes_and_adapters_that_do_not_are_seen(make):
     frozen = [weight for weight in trainer.model.parameters() if not weight.requires_grad]
     assert (trainer.moved_adapters(), trainer.unchanged_base()) == (0.0, 1.0)
     for changed, weight in enumerate(frozen[:6], start=1):
-        weight.to_local().detach().view(torch.int32).flatten()[0] ^= 1
+        local(weight).detach().view(torch.int32).flatten()[0] ^= 1
         assert trainer.unchanged_base() == pytest.approx((len(frozen) - changed) / len(frozen))
 
 
