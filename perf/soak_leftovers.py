@@ -86,7 +86,8 @@ class Observer:
 
     def _processes(self) -> list[str]:
         ours = set(processes(self._token)) | {pid for pid, session in _sessions() if session in self.sessions}
-        return [f"process {pid}: {_command(pid)}" for pid in sorted(ours)]
+        # One that is ending has given up its memory, and its command line with it.
+        return [f"process {pid}: {command}" for pid in sorted(ours) if (command := _command(pid))]
 
     def _sockets(self) -> list[str]:
         return [f"socket {inode}: {line}" for inode, line in _sockets() if inode in self.sockets]
