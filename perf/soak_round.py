@@ -13,6 +13,7 @@ from pathlib import Path
 import jsonschema
 import torchrun
 import xmlschema
+from junit_files import require_junit
 from soak_faults import HOST, RANKS, TESTS, Expected, Plan, after, expected
 from soak_leftovers import Observer
 
@@ -173,7 +174,7 @@ def _report_problems(found: Round, run: torchrun.Run, promised: list[str]) -> It
     root = run.directory
     if plan.kind == "disk":
         root = run.directory / "kept"
-        torchrun.require_junit((root / "report.xml").read_text(encoding="utf-8"))  # complete, if not of the end
+        require_junit((root / "report.xml").read_text(encoding="utf-8"))  # complete, if not of the end
     if plan.fault == "fill_disk":
         yield from _rescue_problems(run, promised)
         rescued = (path.parent for path in (run.directory / "tmp").glob("gpucluster-*/report.xml"))
