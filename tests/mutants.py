@@ -71,6 +71,7 @@ SUBJECTS = {
         "benchmarks/test_collective_result",
         "benchmarks/test_collective_calls",
         "benchmarks/test_collectives",
+        "simulation/test_device",
     ),
     "collective_shape": _subject(
         "benchmarks/collective_payload",
@@ -311,9 +312,9 @@ def _mutated(source, operator, occurrence):
     return None
 
 
-_WITHOUT_RESULT = ("strict", "fused", "maxsize", "use_cache", "LOGITS_AT_ONCE")
-"""Arguments of zip, AdamW, lru_cache and transformers, and the logits that are computed at a time: the first forbids
-what cannot be, the others decide about time and memory alone."""
+_WITHOUT_RESULT = ("strict", "fused", "maxsize", "use_cache", "local_files_only", "LOGITS_AT_ONCE")
+"""Arguments of zip, AdamW, lru_cache and transformers, and the logits that are computed at a time: strict and
+local_files_only forbid what cannot be, the others decide about time and memory alone."""
 _SAME = {ast.Is: ast.Eq, ast.IsNot: ast.NotEq}
 
 

@@ -258,7 +258,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
         status = "error"
         reason = f"{metric.name}{_labels(labels)}: {_first_few(problems)}"
         culprit = problems[0][1]
-        worst = worst if culprit is None or culprit not in of else culprit
+        worst = culprit if culprit in of else worst
     elif recorded:
         status = "recorded"
         reason = _why_recorded(limit, of, context)

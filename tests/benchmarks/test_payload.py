@@ -48,6 +48,17 @@ def test_each_single_wrong_bit_is_found_in_every_part(alone, monkeypatch, index)
         assert re.search(rf"1 of 1000 .*are wrong.* {index}: found", made.defect() or "")
 
 
+def test_what_ranks_contribute_and_send_are_these_numbers(alone):
+    made = Payload(alone, CPU, 12, "fp32")
+    for expected in ([5, 8, 11], [9, 12, 15]):
+        made.fill()
+        assert made.sent.tolist() == expected
+    moved = Payload(alone, CPU, 12, "fp32", "all_gather")
+    moved.fill()
+    assert moved._values(0, 0, 3).tolist() == [2, 5, 8]
+    assert moved._values(128, 0, 2).tolist() == [4, 11]
+
+
 @pytest.mark.parametrize(("ranks", "calls", "is_exact"), [(3, 10, True), (3, 11, False), (8, 30, True), (6, 11, False)])
 def test_sums_in_place_are_compared_where_they_are_exact(alone, monkeypatch, ranks, calls, is_exact):
     made = Payload(alone, CPU, 4000, "fp32")
@@ -69,6 +80,10 @@ def test_a_payload_is_verified_and_filled_again_before_a_sum_overflows_and_not_s
     found = [made.ready(4) for _ in range(5)]
     assert fills == [0, 8, 8]
     assert found == [None, None, "wrong after 8 calls", None, "wrong after 8 calls"]
+    fills.clear()
+    made._calls = 7
+    made.ready(6)
+    assert fills == [7]
 
 
 def test_memory_is_counted_for_the_payload_and_for_one_part_of_what_verifies_it():

@@ -59,6 +59,12 @@ TABLE = {
     "a suite without a list of criteria": ([PASSED], {"manifest": False}, SELECTION_PASSED, 0),
     "a criterion without a value": ([PASSED, result("x", "passed", measurements=())], {}, INCOMPLETE, 10),
     "nothing compared with a limit": ([result("x", "passed", measurements=(RECORDED,))], {}, INCOMPLETE, 10),
+    "nothing compared in a rehearsal": (
+        [result("x", "passed", measurements=(RECORDED,))],
+        {"kind": "REHEARSAL"},
+        REHEARSED,
+        0,
+    ),
     "a rehearsal": ([PASSED], {"kind": "REHEARSAL"}, REHEARSED, 0),
     "a selection of a rehearsal": ([PASSED], {"kind": "REHEARSAL", "selection": True}, REHEARSED, 0),
     "a simulated cluster": ([PASSED], {"kind": "SIMULATED"}, SIMULATED, 0),

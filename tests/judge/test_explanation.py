@@ -86,7 +86,7 @@ def test_the_most_throttled_rank_is_chosen_or_else_the_hottest():
     assert most_throttled({0: HEALTHY, 1: hot, 2: held}) == 2
     assert most_throttled({0: HEALTHY, 1: hot}) == 1
     assert most_throttled({0: HEALTHY, 1: held, 2: {"lost": "gone"}}) == 2
-    assert most_throttled({3: HEALTHY, 5: HEALTHY}) == 3
+    assert most_throttled({5: HEALTHY, 3: HEALTHY}) == 3
     assert most_throttled({}) is None
 
 

@@ -4,7 +4,7 @@ import pytest
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, is_settled, series, wants_more
 
 SAMPLING = Sampling(warmup_seconds=2, window_seconds=3, longest_seconds=10, tolerance_ratio=0.01)
 STEADY = [700.0, 701.0, 702.0] * 4
@@ -37,7 +37,9 @@ def test_a_steady_series_has_a_narrow_interval_and_a_noisy_one_says_why_it_is_in
     assert in_order(in_time, "95 % interval median 29 % 12 20 s 1 %")
     assert in_order(given_up, "95 % interval median 29 % 12 1 %")
     assert all("; 1 % " in text for text in (in_time, given_up))
+    assert MIN_SAMPLES == 8
     assert series([700.0] * (MIN_SAMPLES - 1), SAMPLING, spent_seconds=20).inconclusive, "too few, however equal"
+    assert [is_settled([700.0] * count, SAMPLING) for count in (MIN_SAMPLES - 1, MIN_SAMPLES)] == [False, True]
     assert not series([700.0] * MIN_SAMPLES, SAMPLING, spent_seconds=3).inconclusive
     for bad in (math.nan, -1.0, 0.0):
         nothing = series([bad] * 12, SAMPLING, spent_seconds=20)
@@ -91,6 +93,7 @@ def test_settings_that_cannot_work_are_refused():
     wrong = [
         ("warmup", -1),
         ("window", 0),
+        ("window", -1),
         ("window", 11),
         ("longest", math.inf),
         *((name, float("inf")) for name in ("warmup", "longest")),

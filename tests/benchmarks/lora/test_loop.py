@@ -170,6 +170,16 @@ def test_each_block_is_sharded_for_itself_where_that_has_a_use(make):
         assert sum(isinstance(part, FSDPModule) for part in parts) == expected
 
 
+def test_steps_are_taken_to_the_last_or_up_to_one_whose_loss_is_not_finite(make):
+    seen = []
+    assert len(make().steps(3, on_step=seen.append)) == len(seen) == 3
+    trainer, seen = make(), []
+    taken = []
+    with patch.object(trainer, "step", lambda number: replace(make().step(1), all_finite=number < 2)):
+        taken = trainer.steps(4, first=1, on_step=seen.append)
+    assert (len(taken), len(seen)) == (2, 1)
+
+
 def test_the_same_seed_gives_the_same_weights_after_each_step_and_another_one_others(make):
     one, again = (steps(make()) for _ in range(2))
     assert [step.weights for step in one] == [step.weights for step in again]

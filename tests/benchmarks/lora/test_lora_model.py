@@ -19,6 +19,7 @@ from pytest_gpucluster.benchmarks.lora.model import (
     Base,
     Geometry,
     MaskedLoss,
+    TransformersLoss,
     given_base,
     make_adapted,
     make_base,
@@ -54,6 +55,19 @@ def test_a_seed_gives_the_same_weights_again_the_base_in_bf16_and_what_learns_in
     assert one == again != other
     kinds = {(weight.requires_grad, weight.dtype) for weight in models[0].parameters()}
     assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
+
+
+def test_the_loss_of_transformers_is_that_of_the_targets_in_the_mask():
+    made = (make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0) for _ in range(2))
+    ours, theirs = MaskedLoss(next(made)), TransformersLoss(next(made))
+    tokens = torch.arange(2 * 33).view(2, 33) % 64
+    mask = torch.zeros(2, 32, dtype=torch.bool)
+    mask[0, 3:9] = mask[1, 20:31] = True  # not the last one, for which transformers has no label
+    with torch.no_grad():
+        expected = ours(tokens, mask)[0]
+        torch.testing.assert_close(theirs(tokens, mask)[0], expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(theirs(tokens, mask)[1], expected, rtol=1e-5, atol=0)
+        assert float(ours(tokens, mask)[1]) > 2 * float(expected)
 
 
 def test_rotary_frequencies_have_their_values():
