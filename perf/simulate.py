@@ -171,7 +171,8 @@ def _names(message: str, fault: str) -> bool:
     gpu = planted.place.removeprefix("mlx5_")
     is_isolated = f"isolated: {planted.host}" in message  # the node, which its faulty GPU has made wrong
     is_port = gpu != planted.place and planted.place in message
-    return (planted.host, gpu) in _GPU.findall(message) or is_isolated or is_port
+    is_gpu = (planted.host, gpu) in _GPU.findall(message) and "more ranks" not in message  # not the first of many
+    return is_gpu or is_isolated or is_port
 
 
 def _cpu_seconds() -> float:
