@@ -19,7 +19,7 @@ from pytest_gpucluster.judge.misses import explanation
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.reports.charts.plots import missing_ranks
 from pytest_gpucluster.reports.findings import isolation_of
-from pytest_gpucluster.reports.summary import GROUPS, Outline, Row
+from pytest_gpucluster.reports.summary import GROUPS, NODE, Outline, Row
 from pytest_gpucluster.reports.tables import headline_text, margin
 from pytest_gpucluster.text import rank_ranges, some_of
 
@@ -66,8 +66,8 @@ class Node:
 def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int], list[Row]]:
     """Return the ranks of each culprit -> its failures, the worst first; places of the fewest ranks come first.
 
-    A few ranks that each miss a limit by values of their own are a place each. What contains the ranks of an earlier
-    place counts with it. Failures without a culprit come last, with no rank.
+    A few GPUs that each miss a limit of a test of nodes, in which each works alone, are a place each. What contains the
+    ranks of an earlier place counts with it. Failures without a culprit come last, with no rank.
     """
     found: dict[frozenset[int], list[Row]] = {}
     culprits = {row.nodeid: culprit_ranks(row, journal) for row in overview.bad}
@@ -85,7 +85,8 @@ _FEW = 4
 def _apart(row: Row, ranks: frozenset[int]) -> Iterator[tuple[frozenset[int], Row]]:
     """Yield the ranks of each place of a failure, and the failure as it is there."""
     judged, result = row.headline, row.result
-    if judged is None or result is None or not 1 < len(ranks) <= _FEW or {*missing_ranks(judged)} != ranks:
+    of_each = row.group == NODE and judged is not None and {*missing_ranks(judged)} == ranks
+    if judged is None or result is None or not of_each or not 1 < len(ranks) <= _FEW:
         yield ranks, row
         return
     for rank in sorted(ranks, key=judged.values.__getitem__):

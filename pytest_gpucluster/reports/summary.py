@@ -23,7 +23,8 @@ RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
 """Outcomes of a row besides a result's own: the run ended during this test; ended before it; is running it now."""
 
 _WORST_FIRST = {"failed": 0, "error": 1, RUNNING: 2, IN_PROGRESS: 3, NOT_RUN: 4, "skipped": 5, "passed": 6}
-GROUPS = ("deployment", "node", "fabric", "training", "other")
+NODE = "node"
+GROUPS = ("deployment", NODE, "fabric", "training", "other")
 """Of criteria, in the order of the playbook's phases; "other": a site's own, and tests that are no criteria."""
 _GROUPS = (
     "inventory connectivity dns clock_skew host shared_filesystem slurm kubernetes",

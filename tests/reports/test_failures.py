@@ -83,7 +83,12 @@ def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_v
         values=values,
         limit=limit,
     )
-    slow = replace(ended("slow", 5, 11), message="matmul.bf16.tflops 437 TFLOPS < 700 TFLOPS", measurements=(judged,))
+    slow = replace(
+        ended("slow", 5, 11),
+        criterion="matmul",
+        message="matmul.bf16.tflops 437 TFLOPS < 700 TFLOPS",
+        measurements=(judged,),
+    )
     journal = cluster(FINE, slow, ended("node", *range(8, 16)))
     assert [set(ranks) for ranks in failures_by_place(journal, outline(journal))] == [{5}, {11}]
     shown = render(journal)
@@ -93,9 +98,11 @@ def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_v
     assert marks == [".....F..", "...F....", "........"]
     # What more ranks miss, and a link between two, stay one place.
     many = replace(judged, values={**values, **dict.fromkeys(range(12), 437.0)})
-    link = ended("link", 5, 11)
+    link = replace(slow, nodeid="t.py::test_link", criterion="links")
     for row in (replace(slow, measurements=(many,), culprits=tuple(range(12))), link):
         assert len(failures_by_place(cluster(row), outline(cluster(row)))) == 1
+    journal = cluster(FINE, ended("gpu", 11), link)  # the other end of its link is not accused
+    assert [set(ranks) for ranks in failures_by_place(journal, outline(journal))] == [{11}]
 
 
 def test_a_message_that_was_cut_is_completed_from_the_traceback_without_its_marks():
