@@ -265,7 +265,7 @@ def _fleet(options: argparse.Namespace) -> int:
         DONE: "no GPU has failed in more than one run",
         NEGATIVE: "a GPU has failed in several runs",
         NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
-        UNDECIDED: "the runs are no history: of GPUs, rehearsals and simulated clusters together",
+        UNDECIDED: "no history: runs on GPUs, rehearsals and simulated clusters together, or no journal can be read",
     },
 )
 def _history(options: argparse.Namespace) -> int:
@@ -278,8 +278,8 @@ def _history(options: argparse.Namespace) -> int:
     for path, why in unreadable:
         complain(f"left out: {why}" if path in why else f"left out: {path}: {why}", DONE)
     found = history(runs)
-    if found.mixed:
-        return complain(found.mixed, UNDECIDED)
+    if found.mixed or not runs:
+        return complain(found.mixed or "no journal can be read", UNDECIDED)
     blocks = list(history_blocks(found))
     if options.html is not None:
         page = as_page(

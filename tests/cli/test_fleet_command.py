@@ -79,6 +79,9 @@ def test_a_history_names_the_gpus_that_fail_again_and_again(tmp_path, capsys):
     write_run(6, [], rehearsal=True)
     assert main(["runs", "history", str(tmp_path / "runs")]) == 5
     assert main(["runs", "history", str(tmp_path / "none")]) == 3
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / "journal.jsonl").write_text("")
+    assert main(["runs", "history", str(tmp_path / "lost"), "--html", str(tmp_path / "x.html")]) == 5
 
 
 def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys):
