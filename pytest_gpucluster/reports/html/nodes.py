@@ -6,7 +6,7 @@ The telemetry of a test is its median, at the middle of the test.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -105,11 +105,11 @@ def _values(node: Node, overview: Outline) -> Table | None:
         if judged is None or not {*ranks} & judged.values.keys():
             continue
         missing = {*missing_ranks(judged)} & {*ranks}
-        numbers: Mapping[int, str] = {
-            rank: quantity(value, judged.unit).removesuffix(f" {judged.unit}") for rank, value in judged.values.items()
-        }
         cells = (
-            ("\N{MULTIPLICATION SIGN} " * (rank in missing) + numbers[rank]) if rank in numbers else ""
+            "\N{MULTIPLICATION SIGN} " * (rank in missing)
+            + quantity(judged.values[rank], judged.unit).removesuffix(f" {judged.unit}")
+            if rank in judged.values
+            else ""
             for rank in ranks
         )
         rows.append((display_name(row.name), f"{judged.metric}, {judged.unit}", *cells))
@@ -134,13 +134,10 @@ def _telemetry(key: str, node: Node, overview: Outline, begin: datetime | None) 
             if at is not None and isinstance(found, list) and len(found) == 3 and is_number(found[1]):
                 points.append((at + result.duration_seconds / 2, float(found[1])))
         if points:
-            lines.append(
-                Line(name=f"GPU {gpu.index}", points=sorted(points), tone="bad" if gpu.mark in (FAILED, BROKEN) else "")
-            )
+            tone = "bad" if gpu.mark in (FAILED, BROKEN) else ""
+            lines.append(Line(name=f"GPU {gpu.index}", points=sorted(points), tone=tone))
+    if not lines:
+        return None
     name, unit = _QUANTITIES[key]
     title = f"{name} of {node.name} over the run"
-    return (
-        line_chart(lines, title=title, x_label="seconds since the run began", y_label=f"{name}, {unit}")
-        if lines
-        else None
-    )
+    return line_chart(lines, title=title, x_label="seconds since the run began", y_label=f"{name}, {unit}")
