@@ -437,7 +437,7 @@ def _on(ranks: Sequence[int], context: _Context) -> str:
     )
     if all_of:
         return f" on {printable(all_of)}"
-    if len(context.nodes) > 1 and len(ranks) == len(context.world):
+    if len(context.nodes) > 1 and len(ranks) == len(context.world) > 2:
         return f" on all {len(ranks)} ranks: look at what they share"
     others = f", and {context.name(ranks[1])}" if len(ranks) == 2 else ""
     others = f", and {len(ranks) - 1} more ranks" if len(ranks) > 2 else others

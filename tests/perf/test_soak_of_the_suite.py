@@ -204,7 +204,7 @@ def test_a_session_that_grows_is_wrong_and_one_that_does_not_is_not():
 
 @pytest.mark.extended
 def test_a_long_session_with_faults_holds_no_more_at_its_end(tmp_path):
-    session = soak_session.run(80, tmp_path)
+    session = soak_session.run(120, tmp_path)
     growing = [growth for growth in session.growths if not growth.is_allowed and growth.what != "memory"]
     assert growing == []
     # What a test adds to memory shows only after more tests than this, when everything has been loaded.
