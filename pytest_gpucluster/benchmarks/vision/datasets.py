@@ -185,7 +185,8 @@ class ImageFolder:
         folder: whose folders are the classes, numbered in the order of their names.
         side: of the squares, in pixels.
 
-    Raises: EnvironmentBroken, with the file or folder, if a class is empty, or a file is no image by its name.
+    Raises: EnvironmentBroken, with the file or folder, if a class is empty, a file is no image by its name, or there
+        are fewer than two classes: of one alone the loss is 0.
     """
 
     name = "folder"
@@ -205,6 +206,8 @@ class ImageFolder:
                 raise EnvironmentBroken(f"{folder / name}: this class has no images")
             self._files += [(f"{name}/{file}", label) for file in files]
         self.classes = len(classes)
+        if self.classes < 2:
+            raise EnvironmentBroken(f"{folder}: has {self.classes} folders of images, and at least 2 are needed")
 
     def __len__(self) -> int:
         return len(self._files)

@@ -153,7 +153,10 @@ def test_an_image_that_cannot_be_decoded_or_is_gone_is_an_error_that_names_it(tm
         images[0]
 
 
-def test_what_is_no_image_by_its_name_and_an_empty_class_are_errors(tmp_path):
+def test_what_is_no_image_by_its_name_an_empty_class_and_a_single_class_are_errors(tmp_path):
+    image_files.write_image_folder(tmp_path, classes=1)
+    with pytest.raises(EnvironmentBroken, match=r"has 1 folders"):
+        open_images(tmp_path, side=32)
     image_files.write_image_folder(tmp_path)
     (tmp_path / "n0009").mkdir()
     with pytest.raises(EnvironmentBroken, match=r"n0009: this class"):
