@@ -508,5 +508,5 @@ def _geometry(folder: Path) -> Geometry:
             biased=bool(getattr(config, "attention_bias", True)),
             normed=config.model_type == "qwen3",
         )
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:  # of 0 heads
         raise EnvironmentBroken(f"{folder}: config.json contradicts itself: {error}") from error

@@ -113,6 +113,8 @@ def test_another_kind_of_model_and_no_model_are_refused(folder, tmp_path):
 def test_sizes_that_contradict_themselves_or_the_weights_are_reported(folder, tmp_path):
     with pytest.raises(EnvironmentBroken, match=r"config.json .*key_heads"):
         given_base("x", path=config_of(folder, tmp_path, num_key_value_heads=3))
+    with pytest.raises(EnvironmentBroken, match=r"config.json contradicts itself"):
+        given_base("x", path=config_of(folder, tmp_path, num_attention_heads=0))
     other = given_base("x", path=config_of(folder, tmp_path, intermediate_size=256))
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     with pytest.raises(EnvironmentBroken, match=r"weights cannot"):
