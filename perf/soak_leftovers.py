@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from torchrun import processes
 SHARED = (Path("/dev/shm"), Path("/tmp"), Path("/var/tmp"))
 """Folders for temporary files that every process of a host shares."""
 _SAMPLE_SECONDS = 0.5
+_ENDING_SECONDS = 5.0
 _SOCKET_TABLES = ("tcp", "tcp6", "udp", "udp6", "unix")
 _SYSV_SEGMENTS = Path("/proc/sysvipc/shm")
 
@@ -85,9 +87,14 @@ class Observer:
         ]
 
     def _processes(self) -> list[str]:
-        ours = set(processes(self._token)) | {pid for pid, session in _sessions() if session in self.sessions}
-        # One that is ending has given up its memory, and its command line with it.
-        return [f"process {pid}: {command}" for pid in sorted(ours) if (command := _command(pid))]
+        until = time.monotonic() + _ENDING_SECONDS
+        while True:
+            ours = set(processes(self._token)) | {pid for pid, session in _sessions() if session in self.sessions}
+            commands = {pid: _command(pid) for pid in sorted(ours)}
+            # One that is ending has given up its memory, and its command line with it: it may finish that.
+            if all(commands.values()) or time.monotonic() > until:
+                return [f"process {pid}: {command or 'no command line'}" for pid, command in commands.items()]
+            time.sleep(_SAMPLE_SECONDS)
 
     def _sockets(self) -> list[str]:
         return [f"socket {inode}: {line}" for inode, line in _sockets() if inode in self.sockets]

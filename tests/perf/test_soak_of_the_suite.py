@@ -151,7 +151,7 @@ input()
 """
 
 
-def test_processes_sockets_and_shared_memory_that_stay_are_found(tmp_path):
+def test_processes_sockets_and_shared_memory_that_stay_are_found(tmp_path, monkeypatch):
     token, name = uuid.uuid4().hex, f"soak-{uuid.uuid4().hex[:8]}"
     observer = soak_leftovers.Observer(token)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -169,6 +169,10 @@ def test_processes_sockets_and_shared_memory_that_stay_are_found(tmp_path):
             found = observer.leftovers(tmp_path)
             assert any(left.startswith(f"process {process.pid}: ") for left in found)
             assert any(left.startswith("process ") and left.endswith("sys.stdin.read()") for left in found)
+            with monkeypatch.context() as patched:
+                patched.setattr(soak_leftovers, "_ENDING_SECONDS", 0.0)
+                patched.setattr(soak_leftovers, "_command", lambda pid: "")
+                assert f"process {process.pid}: no command line" in observer.leftovers(tmp_path)
         finally:
             process.communicate("\n")
         left = observer.leftovers(tmp_path)  # other tests' files may be among them, by the number in their names
