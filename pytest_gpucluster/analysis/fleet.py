@@ -255,6 +255,11 @@ class Fleet:
         return {**found, **self.unreadable, **dict.fromkeys(self.without_journal, "no journal")}
 
     @property
+    def is_good(self) -> bool | None:
+        """Whether every node is good; None if none is to be drained, but one gave no answer."""
+        return False if self.drained else None if self.without_answer else True
+
+    @property
     def mixed(self) -> str:
         """Return why these runs cannot be compared as a fleet, or an empty text."""
         kinds = sorted({f"a {KIND_NAMES[node.journal.run.kind]}" for node in self.nodes})
@@ -419,6 +424,5 @@ def _node_row(found: Fleet, node: Node) -> tuple[list[str], list[str]]:
 
 def fleet_page(found: Fleet) -> str:
     """Return the fleet as an HTML document, with the matrix of nodes and tests."""
-    is_good = not (found.drained or found.without_answer)
     kind = found.nodes[0].journal.run.kind if found.nodes else ""
-    return as_page(marked("Fleet", kind), fleet_blocks(found), is_good=is_good, reasons=[fleet_text(found)])
+    return as_page(marked("Fleet", kind), fleet_blocks(found), is_good=found.is_good, reasons=[fleet_text(found)])

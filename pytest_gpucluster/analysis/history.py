@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gpucluster.analysis.fleet import NodeRun
-from pytest_gpucluster.analysis.output import Block, Rows
+from pytest_gpucluster.analysis.output import Block, Rows, as_page
 from pytest_gpucluster.journal.records import KIND_NAMES
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.charts.plots import Level, Line, line_chart, ratios_to_median
@@ -59,6 +59,13 @@ class History:
 
     runs: Sequence[NodeRun]
     gpus: Sequence[GpuHistory]
+    unreadable: Sequence[tuple[str, str]]
+    """Path of each journal that cannot be read, and why."""
+
+    @property
+    def is_good(self) -> bool | None:
+        """Whether no GPU has failed in several runs; None if none is known to, but a journal cannot be read."""
+        return False if self.offenders else None if self.unreadable else True
 
     @property
     def offenders(self) -> Sequence[GpuHistory]:
@@ -76,10 +83,11 @@ class History:
         """Return how many GPUs failed repeatedly, in one line."""
         once = sum(gpu.failures == 1 for gpu in self.gpus)
         found = f"{plural(len(self.offenders), 'GPU')} failed in {REPEATED} runs or more, {once} in one"
-        return f"{plural(len(self.runs), 'run')} of {plural(len(self.gpus), 'GPU')}: {found}"
+        unread = f", {plural(len(self.unreadable), 'journal')} cannot be read" if self.unreadable else ""
+        return f"{plural(len(self.runs), 'run')} of {plural(len(self.gpus), 'GPU')}: {found}{unread}"
 
 
-def history(runs: Iterable[NodeRun]) -> History:
+def history(runs: Iterable[NodeRun], *, unreadable: Sequence[tuple[str, str]] = ()) -> History:
     """Return the history of runs in any order."""
     ordered = sorted(runs, key=lambda run: run.journal.run.started_at)
     names: dict[str, str] = {}
@@ -94,7 +102,8 @@ def history(runs: Iterable[NodeRun]) -> History:
             marks.setdefault(key, [_ABSENT] * len(ordered))[number] = gpu.mark
             shares.setdefault(key, [None] * len(ordered))[number] = worst.get(gpu.place.rank)
     gpus = [GpuHistory(name=name, marks="".join(marks[key]), shares=shares[key]) for key, name in names.items()]
-    return History(runs=ordered, gpus=sorted(gpus, key=lambda gpu: (-gpu.failures, gpu.name)))
+    gpus.sort(key=lambda gpu: (-gpu.failures, gpu.name))
+    return History(runs=ordered, gpus=gpus, unreadable=unreadable)
 
 
 def _worst_shares(run: NodeRun) -> Mapping[int, float]:
@@ -107,6 +116,8 @@ def _worst_shares(run: NodeRun) -> Mapping[int, float]:
 
 def history_blocks(found: History) -> Iterator[Block]:
     """Yield the runs, a row for each GPU that has failed, and for the page a chart of them and the rows of all."""
+    yield from (f"note: {why if path in why else f'{path}: {why}'}" for path, why in found.unreadable)
+    yield from (f"note: {run.path}: its last line is truncated and left out" for run in found.runs if run.journal.cut)
     for run in found.runs:
         journal = run.journal
         yield f"  {journal.run.started_at[:16]} {marked(journal.verdict, journal.run.kind)}: {run.path}"
@@ -123,6 +134,12 @@ def history_blocks(found: History) -> Iterator[Block]:
     yield ""
     yield f"runs, the oldest first: {FAILED} failed, {BROKEN} broken, . OK, {UNKNOWN} not measured, ~ all failed alike"
     yield found.summary
+
+
+def history_page(found: History) -> str:
+    """Return the history as an HTML document, with the rows of all GPUs and the chart."""
+    heading = marked("History", found.runs[0].journal.run.kind)
+    return as_page(heading, history_blocks(found), is_good=found.is_good, reasons=[found.summary])
 
 
 def _cells(gpu: GpuHistory) -> tuple[str, ...]:

@@ -56,8 +56,8 @@ def as_text(blocks: Iterable[Block], width: int) -> str:
     return "".join(f"{each}\n" for each in lines)
 
 
-def as_page(heading: str, blocks: Iterable[Block], *, is_good: bool, reasons: Sequence[str] = ()) -> str:
-    """Return a result as one HTML document; ``heading`` is its answer."""
+def as_page(heading: str, blocks: Iterable[Block], *, is_good: bool | None, reasons: Sequence[str] = ()) -> str:
+    """Return a result as one HTML document; ``heading`` is its answer, and is_good is None if that is undecided."""
     parts: list[tuple[str, object]] = []
     shown = (block for block in blocks if (block.rows if isinstance(block, Rows) else block))
     for kind, group in itertools.groupby(shown, key=_kind):

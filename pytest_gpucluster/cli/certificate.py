@@ -30,8 +30,8 @@ from pytest_gpucluster.cli.command import (
     journal_argument,
     option,
     print_paragraph,
+    require_distinct,
     require_new_file,
-    require_other_file,
     write_text,
 )
 from pytest_gpucluster.errors import CertificateError
@@ -76,7 +76,7 @@ def _create(options: argparse.Namespace) -> int:
     SHA-256 over its JSON with sorted keys: print the digest, sign it, or send it to the other side.
     """
     path, out = locate(options.journal), options.out or "-"
-    require_other_file("--out", out, [path], "the journal itself")
+    require_distinct([("--out", out)], [path], "the journal itself")
     require_new_file("--out", out, force=options.force)
     sha256, journal = journal_digest(path)
     content = certificate_content(journal, sha256=sha256)

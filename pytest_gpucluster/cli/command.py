@@ -154,8 +154,8 @@ def journal_argument(name: str = "journal", help: str = JOURNAL_HELP) -> Argumen
 
 
 JSON = option("--json FILE", "write the result as JSON; - for standard output")
-"""For :func:`write_json_or_table`."""
-HTML = option("--html FILE", "write the result as a page")
+"""For :func:`write_outputs`."""
+HTML = option("--html FILE", "write the result as a page; - for standard output")
 THRESHOLDS = option(
     "--thresholds FILE", "limits that override the shipped ones, as --gpucluster-thresholds", type=Path, action="append"
 )
@@ -260,14 +260,31 @@ def load_limits(paths: Sequence[Path]) -> Thresholds:
     return loader.load(loader.shipped_path(), *paths)
 
 
-def require_other_file(option: str, out: str | Path | None, paths: Iterable[Path], what: str = "a journal") -> None:
-    """Refuse to write over a command's input.
+def require_distinct(
+    outputs: Iterable[tuple[str, str | Path | None]], inputs: Iterable[Path], what: str = "a journal"
+) -> None:
+    """Refuse outputs that would replace a command's input or each other.
+
+    Args:
+        outputs: option, and where to; None where it was not asked for.
+        inputs: files that the command reads.
+        what: says what an input is.
 
     Raises:
-        CommandError: the output is one of these files.
+        CommandError: an output is empty, one of the inputs, or that of another option.
     """
-    if out is not None and str(out) not in STDOUT and Path(out).resolve() in {path.resolve() for path in paths}:
-        raise CommandError(USAGE, f"{option} {out}: that is {what}; name another file")
+    read, seen = {os.path.realpath(path) for path in inputs}, dict[str, str]()
+    for option, out in outputs:
+        if out is None:
+            continue
+        if not str(out):
+            raise CommandError(USAGE, f"{option}: the output is an empty text; an empty variable?")
+        target = STDOUT[0] if str(out) in STDOUT else os.path.realpath(out)
+        if target in read:
+            raise CommandError(USAGE, f"{option} {out}: that is {what}; name another file")
+        if target in seen:
+            raise CommandError(USAGE, f"{option} {out}: {seen[target]} has the same output; name another file")
+        seen[target] = option
 
 
 def require_new_file(option: str, out: str, *, force: bool) -> None:
@@ -308,15 +325,20 @@ def write_text(out: str, text: str, option: str = "--out") -> None:
         files.atomic_write(Path(out), text)
 
 
-def write_json_or_table(json: str | None, document: Callable[[], str], table: Callable[[], str]) -> None:
-    """Write the JSON document where ``--json`` names, and the table to standard output unless the document goes there.
+def write_outputs(table: Callable[[], str], *outputs: tuple[str, str | None, Callable[[], str]]) -> None:
+    """Write each output that was asked for, and the table to standard output unless an output goes there.
+
+    Args:
+        table: for the terminal.
+        outputs: option, where to, and content.
 
     Raises:
         CommandError: one cannot be written.
     """
-    if json is not None:
-        write_text(json, document(), "--json")
-    if json not in STDOUT:
+    for option, out, content in outputs:
+        if out is not None:
+            write_text(out, content(), option)
+    if not any(out in STDOUT for _, out, _ in outputs):
         write_text("-", table())
 
 

@@ -28,7 +28,7 @@ from pytest_gpucluster.cli.command import (
     one_of,
     option,
     quantity,
-    require_other_file,
+    require_distinct,
 )
 from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, WrongResult
 from pytest_gpucluster.journal import journal
@@ -126,7 +126,7 @@ def _prepare(options: argparse.Namespace) -> int:
     if out.is_dir() or not out.parent.is_dir():
         wrong = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
         raise CommandError(NO_OUTPUT, f"--out {out}: {wrong}; name a file")
-    require_other_file("--out", out, [Path(options.source)], "the source itself")
+    require_distinct([("--out", out)], [Path(options.source)], "the source itself")
     # Before any hub is asked. Then the tokenizer: it loads quickly, the rows do not.
     dataset.located(options.source)
     encoder = None if options.tiny else packing.tokenizer_for(options.model)
@@ -264,7 +264,7 @@ def _reference_curve(options: argparse.Namespace) -> int:
     twice = [path for path in paths if [each.resolve() for each in paths].count(path.resolve()) > 1]
     if twice:
         raise CommandError(USAGE, f"{twice[0]} is given {len(twice)} times; a run counts once")
-    require_other_file("--out", out, paths, "one of the curves")
+    require_distinct([("--out", out)], paths, "one of the curves")
     try:
         curves = [read_csv(path) for path in paths]
         for path in paths:

@@ -27,7 +27,7 @@ from pytest_gpucluster.cli.command import (
     complain,
     file_errors,
     option,
-    write_json_or_table,
+    write_outputs,
     write_text,
 )
 from pytest_gpucluster.errors import LaunchError
@@ -110,10 +110,9 @@ def _diff(options: argparse.Namespace) -> int:
         code = UNDECIDED
     if not found.nodes:
         code = NO_INPUT
-    write_json_or_table(
-        options.json,
-        lambda: diff.diff_document(found, compared, exit_code=code),
+    write_outputs(
         lambda: diff.diff_table(found, compared, width=columns(60)),
+        ("--json", options.json, lambda: diff.diff_document(found, compared, exit_code=code)),
     )
     if not found.nodes:
         complain(f"{options.folder}: no node answered: NODE.json, of `gpucluster node info all --json`", code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_gpucluster.cli.command import (
@@ -20,9 +19,9 @@ from pytest_gpucluster.cli.command import (
     journal_argument,
     option,
     read_journal,
+    require_distinct,
     write_text,
 )
-from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.registry import FILES, existing_files, render
@@ -67,7 +66,7 @@ def _report(options: argparse.Namespace) -> int:
     """
     requested = _requested(options)
     path, journal = read_journal(options.journal)
-    _require_distinct(requested, path)
+    require_distinct([(f"--{kind}", out) for kind, out in requested], [path], "the journal itself")
     code, written = DONE, []
     for kind, out in requested:
         try:
@@ -94,20 +93,6 @@ def _requested(options: argparse.Namespace) -> list[tuple[str, str]]:
     if options.all is not None:
         requested += [(kind, os.path.join(options.all, name) if options.all else "") for kind, name in FILES.items()]
     return requested or [("text", "-")]
-
-
-def _require_distinct(requested: Sequence[tuple[str, str]], journal: Path) -> None:
-    """Refuse outputs that would replace the journal or each other."""
-    seen: dict[str, str] = {}
-    for kind, out in requested:
-        if not out:
-            raise OptionError(f"--{kind}: the output is an empty text; an empty variable?")
-        target = STDOUT[0] if out in STDOUT else os.path.realpath(out)
-        if target == os.path.realpath(journal):
-            raise OptionError(f"--{kind} {out}: that is the journal itself; name another file")
-        if target in seen:
-            raise OptionError(f"--{kind} {out}: --{seen[target]} has the same output; name another file")
-        seen[target] = kind
 
 
 def _render(kind: str, out: str, journal: Journal, folder: Path, options: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_gpucluster.analysis import compare, compare_output, crosscheck, run_view
 from pytest_gpucluster.analysis.fleet import drain_text, fleet, fleet_blocks, fleet_page, read_runs
-from pytest_gpucluster.analysis.history import history, history_blocks
+from pytest_gpucluster.analysis.history import history, history_blocks, history_page
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.nccl_tests import PROGRAMS, Output, read_table
@@ -42,8 +42,8 @@ from pytest_gpucluster.cli.command import (
     option,
     percentage,
     read_journal,
-    require_other_file,
-    write_json_or_table,
+    require_distinct,
+    write_outputs,
     write_text,
 )
 from pytest_gpucluster.errors import LaunchError, OutputError
@@ -58,6 +58,8 @@ from pytest_gpucluster.text import one_line, paragraph, printable
 _INDENT = 8
 _UNREADABLE = 6
 """Exit code: an output of nccl-tests cannot be read."""
+_CODES = {True: DONE, False: NEGATIVE, None: UNDECIDED}
+"""Whether a result is good, None for undecided -> exit code."""
 
 
 @command(
@@ -93,11 +95,11 @@ def _compare(options: argparse.Namespace) -> int:
     (old_path, old, old_journal), (new_path, new, new_journal) = _view(options.old), _view(options.new)
     if filecmp.cmp(old_path, new_path, shallow=False):
         raise CommandError(USAGE, f"{old_path} and {new_path} are the same run; name two runs")
-    require_other_file("--json", options.json, [old_path, new_path])
+    require_distinct([("--json", options.json), ("--html", options.html)], [old_path, new_path])
     found = compare.compare_runs(old, new, allowed=options.fail, partial=options.partial)
-    code = {compare.REGRESSION: NEGATIVE, compare.NO_REGRESSION: DONE}.get(found.answer, UNDECIDED)
+    is_good = {compare.REGRESSION: False, compare.NO_REGRESSION: True}.get(found.answer)
+    code = _CODES[is_good]
     described = [_describe(old_path, old_journal), _describe(new_path, new_journal)]
-    width = columns()
     blocks = list(
         compare_output.comparison_blocks(
             found,
@@ -106,17 +108,15 @@ def _compare(options: argparse.Namespace) -> int:
             everything=options.all,
         )
     )
-    if options.html is not None:
-        reasons = [line for run in _head(described, 1000) for line in run]
-        write_text(
-            options.html,
-            as_page(marked(found.answer, new_journal.run.kind), blocks, is_good=code == DONE, reasons=reasons),
-            "--html",
-        )
-    write_json_or_table(
-        options.json,
-        lambda: compare_output.comparison_document(found, old=described[0], new=described[1], exit_code=code),
-        lambda: "".join(f"{line}\n" for run in _head(described, width) for line in run) + "\n" + as_text(blocks, width),
+    heading = marked(found.answer, new_journal.run.kind)
+    write_outputs(
+        lambda: "\n".join([*_head(described, columns()), "", as_text(blocks, columns())]),
+        (
+            "--json",
+            options.json,
+            lambda: compare_output.comparison_document(found, old=described[0], new=described[1], exit_code=code),
+        ),
+        ("--html", options.html, lambda: as_page(heading, blocks, is_good=is_good, reasons=[*_head(described, 1000)])),
     )
     return code
 
@@ -140,15 +140,15 @@ def _describe(path: Path, journal: Journal) -> dict[str, Any]:
     }
 
 
-def _head(described: list[dict[str, Any]], width: int) -> Iterator[list[str]]:
-    """Yield the lines of each run."""
+def _head(described: list[dict[str, Any]], width: int) -> Iterator[str]:
+    """Yield the lines that say which runs are compared."""
     for when, run in zip(("before", "now"), described, strict=True):
         shape = run_view.Conditions(world_size=run["world_size"], nnodes=run["nnodes"]).shape
         sku = f"{run['sku'] or 'SKU unknown'}, {shape}"
         text = one_line(f"{run['started_at'][:19]}, {marked(run['verdict'], run['kind'])}, {sku}", 300)
         # The path is not wrapped: for copying.
-        lines = paragraph(text, width, first=f"{when}:".ljust(_INDENT), rest=" " * _INDENT)
-        yield [*lines, " " * _INDENT + printable(run["journal"])]
+        yield from paragraph(text, width, first=f"{when}:".ljust(_INDENT), rest=" " * _INDENT)
+        yield " " * _INDENT + printable(run["journal"])
 
 
 @command(
@@ -232,23 +232,20 @@ def _fleet(options: argparse.Namespace) -> int:
     except LaunchError as error:
         raise CommandError(USAGE, f"--nodes: {error}") from error
     runs, unreadable = read_runs(options.paths)
-    for name, out in (("--drain", options.drain), ("--html", options.html)):
-        require_other_file(name, out, [run.path for run in runs])
+    require_distinct([("--drain", options.drain), ("--html", options.html)], [run.path for run in runs])
     found = fleet(runs, expected=expected, unreadable=unreadable, behind=options.behind)
     if found.mixed or not found.nodes:
         return complain(found.mixed or "none of these runs was on one node alone; see gpucluster sweep", UNDECIDED)
-    code = NEGATIVE if found.drained else UNDECIDED if found.without_answer else DONE
-    if options.drain is not None:
-        try:
-            text = drain_text(found, file="FILE" if options.drain == "-" else shlex.quote(options.drain))
-        except LaunchError as error:
-            raise CommandError(NO_OUTPUT, f"--drain {options.drain}: {error}") from error
-        write_text(options.drain, text, "--drain")
-    if options.html is not None:
-        write_text(options.html, fleet_page(found), "--html")
-    if options.drain not in STDOUT:
-        write_text("-", as_text(fleet_blocks(found), columns()))
-    return code
+    drain_file = "FILE" if options.drain in (None, *STDOUT) else shlex.quote(options.drain)
+    try:
+        write_outputs(
+            lambda: as_text(fleet_blocks(found), columns()),
+            ("--drain", options.drain, lambda: drain_text(found, file=drain_file)),
+            ("--html", options.html, lambda: fleet_page(found)),
+        )
+    except LaunchError as error:
+        raise CommandError(NO_OUTPUT, f"--drain {options.drain}: {error}") from error
+    return _CODES[found.is_good]
 
 
 @command(
@@ -265,7 +262,8 @@ def _fleet(options: argparse.Namespace) -> int:
         DONE: "no GPU has failed in more than one run",
         NEGATIVE: "a GPU has failed in several runs",
         NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
-        UNDECIDED: "no history: runs on GPUs, rehearsals and simulated clusters together, or no journal can be read",
+        UNDECIDED: "no GPU has, as far as known: a journal cannot be read; or no history: runs on GPUs, rehearsals "
+        "and simulated clusters together",
     },
 )
 def _history(options: argparse.Namespace) -> int:
@@ -274,20 +272,14 @@ def _history(options: argparse.Namespace) -> int:
     A GPU is known by its UUID. The page also has the GPUs that have not failed, and the course of those that have.
     """
     runs, unreadable = read_runs(options.paths)
-    require_other_file("--html", options.html, [run.path for run in runs])
-    for path, why in unreadable:
-        complain(f"left out: {why}" if path in why else f"left out: {path}: {why}", DONE)
-    found = history(runs)
+    require_distinct([("--html", options.html)], [run.path for run in runs])
+    found = history(runs, unreadable=unreadable)
     if found.mixed or not runs:
-        return complain(found.mixed or "no journal can be read", UNDECIDED)
-    blocks = list(history_blocks(found))
-    if options.html is not None:
-        page = as_page(
-            marked("History", runs[0].journal.run.kind), blocks, is_good=not found.offenders, reasons=[found.summary]
-        )
-        write_text(options.html, page, "--html")
-    write_text("-", as_text(blocks, columns()))
-    return NEGATIVE if found.offenders else DONE
+        return complain(found.mixed or f"no journal can be read: {unreadable[0][1]}", UNDECIDED)
+    write_outputs(
+        lambda: as_text(history_blocks(found), columns()), ("--html", options.html, lambda: history_page(found))
+    )
+    return _CODES[found.is_good]
 
 
 @command(

@@ -44,8 +44,8 @@ from pytest_gpucluster.cli.command import (
     number,
     option,
     print_paragraph,
+    require_distinct,
     require_new_file,
-    require_other_file,
     write_text,
 )
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
@@ -153,7 +153,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     spreads, out = options.spreads, options.out
     paths = [locate(path) for path in options.journals]
-    require_other_file("--out", out, [*paths, shipped_path()], "a journal or the shipped limits")
+    require_distinct([("--out", out)], [*paths, shipped_path()], "a journal or the shipped limits")
     require_new_file("--out", out, force=options.force)
     sources = [Source(str(path), *journal_digest(path)) for path in paths]
     problems = source_problems(sources)

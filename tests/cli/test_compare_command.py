@@ -45,6 +45,10 @@ def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, message):
         ("copy", [], 2, "the same run"),
         ("same", ["--json", "old/journal.jsonl/out.json"], 4, "old/journal.jsonl/out.json: "),
         ("same", ["--json", "old/journal.jsonl"], 2, "old/journal.jsonl: "),
+        ("same", ["--html", "same/../same/journal.jsonl"], 2, "that is a journal"),
+        ("same", ["--html", "out", "--json", "./out"], 2, "--json has the same output"),
+        ("same", ["--html", "-", "--json", "/dev/stdout"], 2, "--json has the same output"),
+        ("same", ["--html", ""], 2, "an empty text"),
     ],
 )
 def test_what_cannot_be_done_is_reported(runs, capsys, monkeypatch, new, options, code, message):
@@ -58,3 +62,12 @@ def test_json_alone_goes_to_the_standard_output(runs, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["answer"], found["exit"]) == ("REGRESSION", 1)
     assert found["old"]["journal"] == str(runs / "old" / "journal.jsonl")
+
+
+@pytest.mark.parametrize(("new", "tone"), [("same", "neutral"), ("slow", "bad"), ("rehearsal", "incomplete")])
+def test_the_page_alone_goes_to_the_standard_output_in_the_colour_of_its_answer(runs, capsys, new, tone):
+    main(["runs", "compare", str(runs / "old"), str(runs / new), "--html", "-"])
+    page = capsys.readouterr().out
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.endswith("</html>")
+    assert f'class="verdict v-{tone}"' in page

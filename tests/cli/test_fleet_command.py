@@ -64,6 +64,14 @@ def test_a_history_names_the_gpus_that_fail_again_and_again(tmp_path, capsys):
     for number, culprits in enumerate(([], [1], []), start=1):
         write_run(number, culprits)
     assert main(["runs", "history", str(tmp_path / "runs")]) == 0
+    # That a GPU has failed only once is not known where a run cannot be read.
+    lost = tmp_path / "runs" / "lost" / "journal.jsonl"
+    lost.parent.mkdir()
+    lost.write_text("")
+    assert main(["runs", "history", str(tmp_path / "runs"), "--html", "-"]) == 5
+    page = capsys.readouterr().out.partition("<h1>")[2]
+    assert "1 journal cannot be read" in page
+    assert "lost/journal.jsonl: empty" in page
     write_run(4, [1])
     assert main(["runs", "history", str(tmp_path / "runs"), "--html", str(tmp_path / "history.html")]) == 1
     shown = capsys.readouterr().out
@@ -76,6 +84,7 @@ def test_a_history_names_the_gpus_that_fail_again_and_again(tmp_path, capsys):
     write_run(5, [], ranks=[place(0), place(1, uuid="GPU-new")])
     assert main(["runs", "history", str(tmp_path / "runs")]) == 1
     assert "2 of 4  .F.F_" in capsys.readouterr().out
+    assert main(["runs", "history", str(tmp_path / "runs"), "--html", str(tmp_path / "runs/1/journal.jsonl")]) == 2
     write_run(6, [], rehearsal=True)
     assert main(["runs", "history", str(tmp_path / "runs")]) == 5
     assert main(["runs", "history", str(tmp_path / "none")]) == 3
@@ -104,6 +113,7 @@ def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl/x"], 4, "--drain sweep/gpu-000/journal.jsonl/x: "),
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal; name another file"),
         (["sweep", "--html", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal; name another file"),
+        (["sweep", "--html", "-", "--drain", "-"], 2, "--drain has the same output"),
         (["sweep", "rehearsal"], 5, "a REHEARSAL on cpu and a run on GPUs cannot"),
         (["joint"], 5, "none of these runs was on one node alone"),
     ],

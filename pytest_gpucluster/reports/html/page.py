@@ -53,6 +53,7 @@ _TONES = {
     "PASSED WITH DEVIATIONS": _INCOMPLETE,
     "RUNNING": _NEUTRAL,
 }
+_ANSWER_TONES = {True: _NEUTRAL, False: _BAD, None: _INCOMPLETE}
 _WORDS = {"not run": "not run", "running": "running when the run ended"}
 # Only this verdict accepts a cluster: nothing else has its colour.
 _NODES = 256
@@ -135,18 +136,20 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
     return readable(document)
 
 
-def render_document(heading: str, *, is_good: bool, reasons: Sequence[str], parts: Iterable[tuple[str, object]]) -> str:
+def render_document(
+    heading: str, *, is_good: bool | None, reasons: Sequence[str], parts: Iterable[tuple[str, object]]
+) -> str:
     """Return a comparison of runs as one HTML document.
 
     Args:
         heading: its answer.
-        is_good: whether the answer is a good one.
+        is_good: whether the answer is a good one; None if it is undecided.
         reasons: a few lines below it.
         parts: kind and content: "text", "items" (several texts), "table" (a ``Table``) or "chart" (an SVG).
     """
     templates = _environment()
     document = templates.get_template("document.html.j2").render(
-        **_assets(templates), heading=heading, tone=_NEUTRAL if is_good else _BAD, reasons=reasons, parts=list(parts)
+        **_assets(templates), heading=heading, tone=_ANSWER_TONES[is_good], reasons=reasons, parts=list(parts)
     )
     return readable(document)
 
