@@ -40,7 +40,7 @@ NODE = (
     "inventory or health or fleet or test_host or computes or agree or repeats or matmul or hbm or patterns or skew"
     " or burn_in"
 )
-NETWORK = "nccl or links or test_collective or all_reduce or fabric_ports or busbw or scaling"
+NETWORK = "(nccl or links or test_collective or all_reduce or fabric_ports or busbw or scaling) and not sharded"
 TRAINING = "test_ddp or training_step or test_throughput or stragglers"
 TESTS = {
     **dict.fromkeys(("slow-gpu", "slow-host", "half-rate"), f"{NODE} or {NETWORK}"),
@@ -56,7 +56,9 @@ ALONE = {
     "vision_throughput and resnet18": "diverge",
 }
 """Test on two nodes -> the fault that makes it fail."""
-UNTRAINED = "not (test_ddp or training_step or throughput or lora or fsdp or checkpoint or failure_propagation)"
+UNTRAINED = (
+    "not (test_ddp or training_step or throughput or lora or fsdp or sharded or checkpoint or failure_propagation)"
+)
 GOAL = 0.95
 FOLDER = Path("gpucluster-report/simulated")
 _GPU = re.compile(r"\((gpu-\d+), GPU (\d+)")
