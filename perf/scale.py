@@ -4,6 +4,7 @@
     python perf/scale.py --ranks 2048 --tests 5
     python perf/scale.py --ranks 1024 --failing            # in the last test all ranks fail with 20 kB each
     python perf/scale.py --ranks 1024 --failing different  # each with a text of its own, which cannot be folded
+    python perf/scale.py --ranks 1024 --failing slow       # simulated GPUs, of which one is 20 % slower
     python perf/scale.py --ranks 1024 --resolver           # with this machine's resolver of names, however slow
 
 The store is like the one of torchrun's agent, in a process of its own. Rank 0 is the real one: pytest with the
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import TEMPORARY, Conditions, parser_of, peak_bytes, row
-from scale_crowd import GPUS_PER_NODE, Plan, host_of
+from scale_crowd import GPUS_PER_NODE, Plan, host_of, product_tflops, slow_rank
 
 # The tests' way to get a port.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -70,8 +71,8 @@ SAMPLES = [100 + i / 1000 for i in range(200)]
 
 @pytest.mark.parametrize("number", range({tests}))
 def test_measures(measure, number):
-    measure("matmul.bf16.tflops", 100.5, unit="TFLOPS", samples=SAMPLES, record_only=True)
-    assert not ({failing!r} and number == {tests} - 1), "it is wrong"
+    measure("matmul.bf16.tflops", {value}, unit="TFLOPS", samples=SAMPLES, record_only={value} == 100.5)
+    assert not ({failing!r} in ("equal", "different") and number == {tests} - 1), "it is wrong"
 """
 
 _CONFTEST = """
@@ -177,7 +178,8 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
     Raises:
         RuntimeError: a rank failed, so that the figures mean nothing.
     """
-    (folder / "test_scale.py").write_text(_SUITE.format(tests=tests, failing=failing))
+    value = product_tflops(0, ranks) if failing == "slow" else 100.5
+    (folder / "test_scale.py").write_text(_SUITE.format(tests=tests, failing=failing, value=value))
     (folder / "conftest.py").write_text(_CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\n")
     port, times = free_port(), folder / "times.json"
@@ -200,6 +202,7 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
     dns = {} if resolver else {"RES_OPTIONS": NO_DNS}
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a warning for each look-up of a name that fails
     environ = {**os.environ, **variables, **dns, **quiet}
+    described = ["--gpucluster-device=simulated", f"--gpucluster-simulate={ranks // local}x{local}xH100"]
     started: list[subprocess.Popen[str]] = []
     output = (folder / "rank-0.txt").open("w")
     try:
@@ -227,7 +230,8 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         rank_0 = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(folder / "pytest.ini")),
-                *("--gpucluster-device=cpu", f"--gpucluster-report-dir={folder / 'reports'}"),
+                *(described if failing == "slow" else ["--gpucluster-device=cpu"]),
+                f"--gpucluster-report-dir={folder / 'reports'}",
                 *(f"--junitxml={folder / 'junit.xml'}", str(folder)),
             ],
             cwd=folder,
@@ -270,7 +274,7 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         "watched": watched,
         "junit_bytes": (folder / "junit.xml").stat().st_size,
         "journal_bytes": next((folder / "reports").glob("*/journal.jsonl")).stat().st_size,
-        "failed": len(ElementTree.parse(folder / "junit.xml").getroot().findall(".//testcase/failure")),
+        "failures": [one.get("message") for one in ElementTree.parse(folder / "junit.xml").iter("failure")],
     }
 
 
@@ -349,13 +353,19 @@ def failing(arguments: argparse.Namespace) -> bool:
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
             found = measure(ranks, 2, arguments.failing, Path(name), resolver=arguments.resolver)
-        seconds, memory = found["tests"][-1], found["watched"].rank_0.rss_bytes
-        good = seconds <= GOAL_MERGE_SECONDS and memory <= GOAL_MERGE_BYTES
-        good = good and found["junit_bytes"] <= GOAL_JUNIT_BYTES and found["failed"] == 1
+        seconds, memory, failures = found["tests"][-1], found["watched"].rank_0.rss_bytes, found["failures"]
+        good = seconds <= GOAL_MERGE_SECONDS and memory <= GOAL_MERGE_BYTES and found["junit_bytes"] <= GOAL_JUNIT_BYTES
+        if arguments.failing == "slow":
+            slow = slow_rank(ranks)
+            named = f"rank {slow} ({host_of(slow)}, GPU {slow % GPUS_PER_NODE} "
+            good = good and len(failures) == 2 and all(named in message for message in failures)
+            what = f"of {ranks} simulated GPUs that of rank {slow} is slow: {failures[-1]}"
+        else:
+            good = good and len(failures) == 1
+            what = f"{ranks} ranks fail with 20 kB each, {arguments.failing}: {len(failures)} failed testcase"
         print(
-            f"{ranks} ranks fail with 20 kB each, {arguments.failing}: {seconds:.2f} s for the test, rank 0 at "
-            f"{memory / 1e6:.0f} MB, JUnit {found['junit_bytes'] / 1e3:.0f} kB with {found['failed']} failed testcase, "
-            f"journal {found['journal_bytes'] / 1e6:.1f} MB "
+            f"{what}; {seconds:.2f} s for the test, rank 0 at {memory / 1e6:.0f} MB, JUnit "
+            f"{found['junit_bytes'] / 1e3:.0f} kB, journal {found['journal_bytes'] / 1e6:.1f} MB "
             f"(goal: 5 s, 1 GB, 1 MB): {'met' if good else 'MISSED'}",
             flush=True,
         )
@@ -378,11 +388,11 @@ def main() -> int:
     parser.add_argument("--tests", type=int, default=10, help="(default: 10)")
     parser.add_argument(
         "--failing",
-        choices=("equal", "different"),
+        choices=("equal", "different", "slow"),
         nargs="?",
         const="equal",
         default="",
-        help="let all ranks fail in the last test, with the same text (default) or each with its own",
+        help="let all ranks fail in the last test, with the same text (default) or each with its own; or slow one GPU",
     )
     parser.add_argument("--resolver", action="store_true", help="query DNS, as this machine is configured")
     arguments = parser.parse_args()

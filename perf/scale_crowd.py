@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from comparison import TEMPORARY
 
 GPUS_PER_NODE = 8
 SAMPLES = 200
@@ -36,7 +39,8 @@ _LONGEST_SECONDS = 600
 class Plan:
     """The tests of all simulated ranks; in the last one all may fail.
 
-    ``failing`` is "equal" or "different" as the texts of the failures are, and empty where no rank fails.
+    ``failing`` is "equal" or "different" as the texts of the failures are, empty where no rank fails, and "slow" where
+    each measures its GPU of a simulated cluster, of which one is too slow.
     """
 
     suite: str
@@ -84,8 +88,29 @@ def facts_of(rank: int, world_size: int) -> Any:
 
 
 def host_of(rank: int) -> str:
-    """Return the name of a simulated rank's node."""
-    return f"node-{rank // GPUS_PER_NODE:04d}"
+    """Return the name of a simulated rank's node, as a simulated cluster has it."""
+    return f"gpu-{rank // GPUS_PER_NODE:02d}"
+
+
+def slow_rank(world_size: int) -> int:
+    """Return the rank whose GPU is 20 % slower than the others."""
+    return world_size - GPUS_PER_NODE // 2 - 1 if world_size > GPUS_PER_NODE else world_size - 1
+
+
+def product_tflops(rank: int, world_size: int) -> float:
+    """Return the rate of ten products on a rank's GPU of a simulated cluster of H100, by the clock of that GPU."""
+    from pytest_gpucluster.simulation import cluster, device, faults, machine
+
+    slow = slow_rank(world_size)
+    described = cluster.load(f"{-(-world_size // GPUS_PER_NODE)}x{min(GPUS_PER_NODE, world_size)}xH100").with_faults(
+        [faults.parse(f"slow-gpu:{host_of(slow)}/{slow % GPUS_PER_NODE}=20%")]
+    )
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
+        world = device.World(described, machine.Machine(Path(folder), host_of(rank), rank % GPUS_PER_NODE))
+        healthy = world.rates.of("matmul.bf16.tflops", n=8192).value
+        for _ in range(10):
+            world.work(1 / (healthy * world.factor(world.me)), device.PRODUCTS)
+        return 10 / world.machine.now
 
 
 class Crowd:
@@ -187,7 +212,8 @@ class Crowd:
         who: dict[str, Any] = json.loads(store.get("who/0"))
         local = min(GPUS_PER_NODE, self._world_size)
         place = {"rank": rank, "host": host_of(rank), "node_rank": rank // local, "local_rank": rank % local}
-        return who | place | {"pid": self._process_of(rank)}
+        gpu = who["gpu"] and who["gpu"] | {"index": rank % local, "uuid": f"GPU-{rank:08x}"}
+        return who | place | {"gpu": gpu, "pid": self._process_of(rank)}
 
     def _process_of(self, rank: int) -> int:
         """Return the number of a process in place of the rank: rank 0 can signal those of its own node."""
@@ -203,16 +229,20 @@ class Crowd:
 
         if when != "call":
             return RankOutcome(rank=rank, outcome="passed")
-        if fails:
+        if fails in ("equal", "different"):
             # A common text, and the address of an object, which differs.
             text = f"AssertionError: <Thing object at 0x{0x7F0000000000 + rank * 4096:x}>\n"
             message = "it is wrong"
             if fails == "different":
                 text, message = f"AssertionError: {rank} of {self._world_size} is wrong\n", f"it is wrong by {rank}"
             return RankOutcome(rank=rank, outcome="failed", message=message, text=text * (TRACEBACK_BYTES // len(text)))
-        samples = tuple(100 + (rank * 7919 + number * 104729) % 1000003 / 1000003 for number in range(SAMPLES))
-        value = Measurement(metric="matmul.bf16.tflops", value=100.5, unit="TFLOPS", samples=samples, record_only=True)
-        return RankOutcome(rank=rank, outcome="passed", measurements=[value.to_json()])
+        is_judged = self._plan.failing == "slow"
+        value = product_tflops(rank, self._world_size) if is_judged else 100.5
+        samples = tuple(value + (rank * 7919 + number * 104729) % 1000003 / 1000003 for number in range(SAMPLES))
+        found = Measurement(
+            metric="matmul.bf16.tflops", value=value, unit="TFLOPS", samples=samples, record_only=not is_judged
+        )
+        return RankOutcome(rank=rank, outcome="passed", measurements=[found.to_json()])
 
     def _watch(self) -> None:
         """Read the event log and send heartbeats for each rank, evenly over the tick of a world of this size."""

@@ -47,7 +47,6 @@ SMALL = {
     "agreement.py": ["--ranks=2", "--tests=4", "--pairs=1"],
     "collectives.py": ["--sizes=1 MiB", "--window=0.01"],
     "fidelity.py": ["--only=matmul,rectangle,hbm", "--dtypes=bf16", "--n=64", "--mebibytes=1", "--window=0.01"],
-    "overhead.py": ["--only=import", "--pairs=6"],
     "power.py": ["--ranks=2", "--sizes=0.01"],
     "reports.py": ["--ranks=64", "--criteria=2", "--only=html"],
     "scale.py": ["--ranks=4", "--tests=2"],
@@ -117,7 +116,7 @@ WRONG = [
     ("reports", "--only=htm", "'htm'"),
     ("scale", "--tests=0", "--tests 0"),
     ("scale", "--ranks=64,100", "a multiple of 8"),
-    ("tables", "--only=scales", "'overhead'"),
+    ("tables", "--only=scales", "'agreement'"),
 ]
 
 
