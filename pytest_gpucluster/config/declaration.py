@@ -10,7 +10,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,6 @@ KIB, MIB = 2**10, 2**20
 MB, GB, TB = 10**6, 10**9, 10**12
 DAY_SECONDS = 86400
 WEEK_SECONDS = 7 * 86400
-_INHERITED = {"full": "quick", "soak": "full"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,11 @@ class Spec:
         return (tuple(values) if self.is_list else values[0]), []
 
 
+def value(doc: str, kind: Kind, key: str = "") -> Any:
+    """Declare an attribute of a section's class, as a field with its :class:`Spec`."""
+    return dataclasses.field(metadata={"spec": Spec(doc, kind, key)})
+
+
 SAMPLING = {
     "warmup": Spec("least time of load before the first sample counts", Duration(0, DAY_SECONDS)),
     "window": Spec("least total time of the samples", Duration(0.01, DAY_SECONDS)),
@@ -78,17 +82,15 @@ SAMPLING = {
 class Section:
     """A section of a workload: its path in a profile (dots are levels of the file), and the class of its values.
 
-    ``attribute`` is its name in a workload, by default the path with underscores. ``metrics`` are patterns of the
-    metrics that its values change, by default all: runs with other values of them are not comparable in these.
-    ``values`` are those of the shipped profiles, key by key as a file has them, where ``workloads.yaml`` has none:
-    full inherits quick, and soak full.
+    Each attribute of the class is a :func:`value`, or a ``Sampling``. ``attribute`` is its name in a workload, by
+    default the path with underscores. ``metrics`` are patterns of the metrics that its values change, by default all:
+    runs with other values of them are not comparable in these.
     """
 
     path: str
     type: type
     attribute: str = ""
     metrics: tuple[str, ...] = ("*",)
-    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.attribute:
@@ -115,24 +117,17 @@ class Section:
         window, longest = f"{self.path}.window", f"{self.path}.longest"
         return (window, longest) if longest in self.keys else None
 
-    def texts(self, profile: str) -> dict[str, str]:
-        """Return path of each key -> its declared text in a profile."""
-        inherited = self.texts(_INHERITED[profile]) if profile in _INHERITED else {}
-        own = {f"{self.path}.{key}": text for key, text in self.values.get(profile, {}).items()}
-        return {**inherited, **own}
-
     def _fields(self) -> Iterator[tuple[str, tuple[str, ...], Spec]]:
-        hints = typing.get_type_hints(self.type, include_extras=True)
-        for attribute in (part.name for part in dataclasses.fields(self.type)):
-            hint = hints[attribute]
+        hints = typing.get_type_hints(self.type)
+        for attribute in dataclasses.fields(self.type):
+            hint = hints[attribute.name]
             if hint is Sampling:
                 for part, (key, spec) in zip(dataclasses.fields(Sampling), SAMPLING.items(), strict=True):
-                    yield f"{self.path}.{key}", (attribute, part.name), spec
+                    yield f"{self.path}.{key}", (attribute.name, part.name), spec
             else:
-                spec = hint.__metadata__[0]
-                key = spec.key or re.sub("_(?:seconds|bytes|ratio)$", "", attribute)
-                is_list = typing.get_origin(hint.__origin__) is tuple
-                yield f"{self.path}.{key}", (attribute,), dataclasses.replace(spec, is_list=is_list)
+                spec = dataclasses.replace(attribute.metadata["spec"], is_list=typing.get_origin(hint) is tuple)
+                key = spec.key or re.sub("_(?:seconds|bytes|ratio)$", "", attribute.name)
+                yield f"{self.path}.{key}", (attribute.name,), spec
 
 
 @dataclass(frozen=True, kw_only=True)

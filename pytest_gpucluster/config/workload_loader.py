@@ -190,16 +190,6 @@ class _Entry:
 _Entries = Mapping[str, _Entry]
 
 
-def _declared(path: str, text: str, file: str) -> _Entry:
-    """Return the value that a criterion declares for a key that the file lacks."""
-    spec = KEYS[path]
-    texts = tuple(part.strip() for part in text.split(",")) if spec.is_list else (text,)
-    value, complaints = spec.read(texts)
-    if complaints:
-        raise ValueError(f"{path} is declared as {text!r}: {complaints[0][1]}")
-    return _Entry(texts, value, f"{file}: not in it; declared by the criterion")
-
-
 def _contradictions(entries: _Entries, own: Iterable[str]) -> Iterator[tuple[_Entry, _Entry, str]]:
     """Yield each window that is longer than its longest time: the entry that is one's own, the other, and the text.
 
@@ -316,12 +306,8 @@ class _Reader:
         entries[path] = _Entry(texts, value, f"{self.file.name}:{mark.line + 1}:{mark.column + 1}", node)
 
     def _complete(self, name: str) -> dict[str, _Entry]:
-        """Return the entries of a profile: its own, before inherited ones, before those that criteria declare."""
-        entries = {
-            path: _declared(path, text, self.file.name)
-            for section in SECTIONS
-            for path, text in section.texts(name).items()
-        }
+        """Return the entries of a profile: its own, before inherited ones."""
+        entries: dict[str, _Entry] = {}
         for each in reversed(self._lineage(name)):
             entries |= self._own[each]
         return entries
@@ -342,5 +328,5 @@ class _Reader:
         good = {path: entry for path, entry in entries.items() if entry.value is not None}
         for entry, other, text in _contradictions(good, own=self._own[name]):
             assert entry.node is not None
-            place = "declared by the criterion" if other.node is None else f"line {other.node.start_mark.line + 1}"
-            self.file.fail(entry.node, f"{text} ({place})")
+            assert other.node is not None  # both are of the file
+            self.file.fail(entry.node, f"{text} (line {other.node.start_mark.line + 1})")

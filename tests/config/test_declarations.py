@@ -1,13 +1,11 @@
-"""The declarations of criteria: complete, of one name each, and with values that a workload's file may lack."""
+"""The declarations of criteria: complete, and of one name each."""
 
 import fnmatch
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import shipped_suite
 from each import of_each
 
@@ -21,11 +19,6 @@ ROOT = Path(__file__).parents[2]
 GROUPS = ("verification", "computing", "communication", "training", "storage")
 SHIPPED = ROOT / "acceptance" / "workloads.yaml"
 WORKLOADS = {profile: workload_loader.load(SHIPPED, profile=profile).workload for profile in PROFILES}
-VALUES = {
-    "quick": {"sizes": "8 GiB, 32 GB", "warmup": "2 s", "window": "3 s", "longest": "10 s", "tolerance": "1 %"},
-    "soak": {"window": "9 s"},
-    "cpu": {"sizes": "1 MB", "warmup": "0 s", "window": "1 s", "longest": "2 s", "tolerance": "100 %"},
-}
 
 
 def test_every_criterion_of_the_suite_is_declared_once_with_metrics_that_are():
@@ -64,42 +57,3 @@ def test_a_criterion_has_metrics_a_group_a_time_a_benchmark_and_a_test(name):
     if name != "inventory":  # compares what the ranks reported before the first test
         assert re.search(r"^from pytest_gpucluster\.(benchmarks|criteria|node)\b", source, re.MULTILINE)
     assert f'criterion("{name}")' in source
-
-
-def test_what_is_declared_can_be_read():
-    for section in SECTIONS:
-        for profile in PROFILES:
-            for path, text in section.texts(profile).items():
-                assert workload_loader._declared(path, text, "a file").value is not None
-
-
-def without_hbm(tmp_path):
-    text = SHIPPED.read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    kept, inside = [], False
-    for line in lines:
-        inside = line == "    hbm:\n" or (inside and line.startswith("      "))
-        kept += [] if inside else [line]
-    path = tmp_path / "workloads.yaml"
-    path.write_text("".join(kept), encoding="utf-8")
-    return path
-
-
-def test_values_that_a_criterion_declares_need_not_be_in_the_file(tmp_path, monkeypatch):
-    path = without_hbm(tmp_path)
-    with pytest.raises(workload_loader.ThresholdsError, match=r"lacks hbm\.sizes"):
-        workload_loader.load(path, profile="full")
-    sections = tuple(replace(one, values=VALUES) if one.path == "hbm" else one for one in SECTIONS)
-    monkeypatch.setattr(workload_loader, "SECTIONS", sections)
-    found = {profile: workload_loader.load(path, profile=profile) for profile in PROFILES}
-    windows = {profile: loaded.workload.hbm.sampling.window_seconds for profile, loaded in found.items()}
-    assert windows == {"quick": 3.0, "full": 3.0, "soak": 9.0, "cpu": 1.0}
-    assert found["full"].workload.hbm.sizes_bytes == (8 * 2**30, 32 * 10**9)
-    assert found["full"].record.overridden == []
-    path.write_text(path.read_text() + "    hbm: {window: 1500 ms}\n", encoding="utf-8")
-    assert workload_loader.load(path, profile="cpu").workload.hbm.sampling.window_seconds == 1.5
-
-
-def test_a_declared_value_that_cannot_be_read_is_an_error():
-    with pytest.raises(ValueError, match=r"hbm\.sizes is declared as '8 GB/s'"):
-        workload_loader._declared("hbm.sizes", "8 GB/s", "a file")

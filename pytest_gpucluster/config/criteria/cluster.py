@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from pytest_gpucluster.config.declaration import KIB, MIB, Criterion, Section, Spec
+from pytest_gpucluster.config.declaration import KIB, MIB, Criterion, Section, value
 from pytest_gpucluster.config.value_types import Amount, Duration, Whole
 from pytest_gpucluster.metrics.catalogue import metrics
 
@@ -14,32 +13,25 @@ from pytest_gpucluster.metrics.catalogue import metrics
 class Connectivity:
     """Connections between all nodes before any process group is made; their clocks and names."""
 
-    deadline_seconds: Annotated[
-        float, Spec("how long a connection may be silent before it counts as broken", Duration(0.1, 600))
-    ]
-    payload_bytes: Annotated[
-        int,
-        Spec(
-            "what is sent over each connection and back; many packets, so that different MTUs show",
-            Amount(KIB, 64 * MIB),
-        ),
-    ]
-    clock_samples: Annotated[int, Spec("how often each node asks the first one for its time", Whole(1, 10000))]
-    lookup_seconds: Annotated[
-        float, Spec("how long to wait for the lookup of a host's name or address", Duration(0.1, 600))
-    ]
+    deadline_seconds: float = value(
+        "how long a connection may be silent before it counts as broken", Duration(0.1, 600)
+    )
+    payload_bytes: int = value(
+        "what is sent over each connection and back; many packets, so that different MTUs show", Amount(KIB, 64 * MIB)
+    )
+    clock_samples: int = value("how often each node asks the first one for its time", Whole(1, 10000))
+    lookup_seconds: float = value("how long to wait for the lookup of a host's name or address", Duration(0.1, 600))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFilesystem:
     """Files that every node must see alike. How fast large ones are, `checkpoint` measures."""
 
-    file_bytes: Annotated[int, Spec("what each node writes, and every other node reads", Amount(KIB, 1024 * MIB))]
-    renames: Annotated[
-        int,
-        Spec("how often a file is replaced by renaming another one, while every node reads it", Whole(2, 1_000_000)),
-    ]
-    small_files: Annotated[int, Spec("files of 4 KiB that each node makes, reads and removes", Whole(1, 1_000_000))]
+    file_bytes: int = value("what each node writes, and every other node reads", Amount(KIB, 1024 * MIB))
+    renames: int = value(
+        "how often a file is replaced by renaming another one, while every node reads it", Whole(2, 1_000_000)
+    )
+    small_files: int = value("files of 4 KiB that each node makes, reads and removes", Whole(1, 1_000_000))
 
 
 METRICS = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pytest_gpucluster.config.declaration import DAY_SECONDS, MB, TB, Criterion, Section, Span, Spec, series
+from pytest_gpucluster.config.declaration import DAY_SECONDS, MB, TB, Criterion, Section, Span, series, value
 from pytest_gpucluster.config.value_types import Amount, Duration, Ratio, Whole
 from pytest_gpucluster.metrics.catalogue import Metric, metrics
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -19,12 +19,10 @@ _SMALL = Amount(4, 100 * MB, multiple_of=4, as_written=True)
 class AllReduce:
     """All-reduce between GPUs. Sizes stay as they are written: they are labels of the measurements, too."""
 
-    sizes: Annotated[
-        tuple[str, ...], Spec("what each rank contributes; the limits say from which size on they hold", _PAYLOAD)
-    ]
-    latency_sizes: Annotated[
-        tuple[str, ...], Spec("what each rank contributes where the time of one all-reduce is recorded", _SMALL)
-    ]
+    sizes: tuple[str, ...] = value("what each rank contributes; the limits say from which size on they hold", _PAYLOAD)
+    latency_sizes: tuple[str, ...] = value(
+        "what each rank contributes where the time of one all-reduce is recorded", _SMALL
+    )
     sampling: Sampling
 
 
@@ -33,13 +31,12 @@ class Collectives:
     """The collectives other than all-reduce: all_gather, reduce_scatter, all_to_all, broadcast, send_recv. Sizes are
     those of nccl-tests, and labels of the measurements, too."""
 
-    sizes: Annotated[
-        tuple[str, ...],
-        Spec("the larger one of what each rank gives and gets; the limits say from which size on they hold", _PAYLOAD),
-    ]
-    latency_sizes: Annotated[
-        tuple[str, ...], Spec("the same where the time of one call is recorded; a part is one element at least", _SMALL)
-    ]
+    sizes: tuple[str, ...] = value(
+        "the larger one of what each rank gives and gets; the limits say from which size on they hold", _PAYLOAD
+    )
+    latency_sizes: tuple[str, ...] = value(
+        "the same where the time of one call is recorded; a part is one element at least", _SMALL
+    )
     sampling: Sampling
 
 
@@ -47,47 +44,34 @@ class Collectives:
 class Links:
     """The links between two GPUs, pair after pair: GPUs - 1 rounds within nodes, nodes - 1 rounds across them."""
 
-    size: Annotated[
-        str,
-        Spec(
-            "what one GPU sends to the other at a time; a rank needs twice as much memory",
-            Amount(8, TB, multiple_of=8, as_written=True),
-        ),
-    ]
-    round_seconds: Annotated[
-        float, Spec("how long the pairs of a round are measured, both directions included", Duration(0.01, 600))
-    ]
-    repeats: Annotated[
-        int,
-        Spec(
-            "most rounds that measure again, alone, what is far behind: a pair, or a rail of two nodes", Whole(0, 1000)
-        ),
-    ]
+    size: str = value(
+        "what one GPU sends to the other at a time; a rank needs twice as much memory",
+        Amount(8, TB, multiple_of=8, as_written=True),
+    )
+    round_seconds: float = value(
+        "how long the pairs of a round are measured, both directions included", Duration(0.01, 600)
+    )
+    repeats: int = value(
+        "most rounds that measure again, alone, what is far behind: a pair, or a rail of two nodes", Whole(0, 1000)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
     """The search for the culprit after a collective has failed: all-reduces in smaller and smaller groups."""
 
-    budget_seconds: Annotated[
-        float,
-        Spec(
-            "most time that the whole run may search, after all of its failures; 0 s: not at all",
-            Duration(0, DAY_SECONDS),
-        ),
-    ]
-    probe_seconds: Annotated[
-        float, Spec("a group that has not finished by then, making it included, has failed", Duration(0.5, 3600))
-    ]
-    size: Annotated[str, Spec("what each rank contributes; the limits for it are floors of a group", _PAYLOAD)]
-    min_ratio: Annotated[
-        float,
-        Spec(
-            "below this part of the busbw that is usual for as many nodes or GPUs, a group is slow",
-            Ratio(0.01, 1),
-            key="min_ratio",
-        ),
-    ]
+    budget_seconds: float = value(
+        "most time that the whole run may search, after all of its failures; 0 s: not at all", Duration(0, DAY_SECONDS)
+    )
+    probe_seconds: float = value(
+        "a group that has not finished by then, making it included, has failed", Duration(0.5, 3600)
+    )
+    size: str = value("what each rank contributes; the limits for it are floors of a group", _PAYLOAD)
+    min_ratio: float = value(
+        "below this part of the busbw that is usual for as many nodes or GPUs, a group is slow",
+        Ratio(0.01, 1),
+        key="min_ratio",
+    )
     sampling: Sampling
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pytest_gpucluster.config.declaration import MB, TB, WEEK_SECONDS, Criterion, Section, Span, Spec, series
+from pytest_gpucluster.config.declaration import MB, TB, WEEK_SECONDS, Criterion, Section, Span, series, value
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Ratio, Sizes, Whole
 from pytest_gpucluster.metrics.catalogue import Metric, metrics
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -19,7 +19,7 @@ _SIDE = Whole(16, 65536, multiple_of=16)
 class Matmul:
     """Products of two n x n matrices, in every dtype."""
 
-    sizes: Annotated[tuple[int, ...], Spec("n of the n x n matrices; the largest is judged", _SIDE)]
+    sizes: tuple[int, ...] = value("n of the n x n matrices; the largest is judged", _SIDE)
     sampling: Sampling
 
 
@@ -27,20 +27,16 @@ class Matmul:
 class MatmulSearch:
     """The search for the shape and layout whose product is the fastest, in every dtype."""
 
-    shapes: Annotated[
-        tuple[tuple[int, int, int], ...],
-        Spec("the shapes to search among: m x k times k x n", Sizes(("m", "n", "k"), _SIDE)),
-    ]
-    layouts: Annotated[
-        tuple[str, ...],
-        Spec(
-            "how the left and the right operand lie, n by rows, t by columns; fp8 is always multiplied as nt",
-            Choice(("nn", "nt", "tn", "tt")),
-        ),
-    ]
-    look_seconds: Annotated[
-        float, Spec("about how long each is looked at, after a warm-up of the same length", Duration(0.001, 3600))
-    ]
+    shapes: tuple[tuple[int, int, int], ...] = value(
+        "the shapes to search among: m x k times k x n", Sizes(("m", "n", "k"), _SIDE)
+    )
+    layouts: tuple[str, ...] = value(
+        "how the left and the right operand lie, n by rows, t by columns; fp8 is always multiplied as nt",
+        Choice(("nn", "nt", "tn", "tt")),
+    )
+    look_seconds: float = value(
+        "about how long each is looked at, after a warm-up of the same length", Duration(0.001, 3600)
+    )
     sampling: Sampling
 
 
@@ -48,10 +44,9 @@ class MatmulSearch:
 class Hbm:
     """Copying, reading and writing the GPU's own memory."""
 
-    sizes_bytes: Annotated[
-        tuple[int, ...],
-        Spec("size of one buffer, and a copy has two; the largest is judged", Amount(MB, TB, multiple_of=16)),
-    ]
+    sizes_bytes: tuple[int, ...] = value(
+        "size of one buffer, and a copy has two; the largest is judged", Amount(MB, TB, multiple_of=16)
+    )
     sampling: Sampling
 
 
@@ -59,53 +54,47 @@ class Hbm:
 class Health:
     """The look at the GPU itself."""
 
-    load_seconds: Annotated[
-        float, Spec("how long the GPU is kept busy before its PCIe link is looked at", Duration(0.01, 3600))
-    ]
-    mig: Annotated[
-        str, Spec("whether the GPUs are meant to be partitioned (Multi-Instance GPU)", Choice(("off", "on")))
-    ]
-    product_size: Annotated[
-        int, Spec("n of the n x n products that are compared with the CPU's", Whole(16, 8192, multiple_of=16))
-    ]
+    load_seconds: float = value("how long the GPU is kept busy before its PCIe link is looked at", Duration(0.01, 3600))
+    mig: str = value("whether the GPUs are meant to be partitioned (Multi-Instance GPU)", Choice(("off", "on")))
+    product_size: int = value(
+        "n of the n x n products that are compared with the CPU's", Whole(16, 8192, multiple_of=16)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
     """What each node's sampler reads of its GPUs while tests run."""
 
-    interval_seconds: Annotated[float, Spec("from one look at a GPU to the next", Duration(0.01, 60))]
+    interval_seconds: float = value("from one look at a GPU to the next", Duration(0.01, 60))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BurnIn:
     """Products without a pause, each of them verified."""
 
-    duration_seconds: Annotated[float, Spec("how long", Duration(0.1, WEEK_SECONDS))]
-    interval_seconds: Annotated[
-        float, Spec("about how long the products take whose rate is one point of the course", Duration(0.001, 600))
-    ]
-    n: Annotated[int, Spec("n of the n x n matrices", _SIDE)]
-    dtype: Annotated[str, Spec("in which the products are taken", Choice(("bf16", "fp16", "tf32", "fp32", "fp8")))]
+    duration_seconds: float = value("how long", Duration(0.1, WEEK_SECONDS))
+    interval_seconds: float = value(
+        "about how long the products take whose rate is one point of the course", Duration(0.001, 600)
+    )
+    n: int = value("n of the n x n matrices", _SIDE)
+    dtype: str = value("in which the products are taken", Choice(("bf16", "fp16", "tf32", "fp32", "fp8")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPatterns:
     """Patterns of bits written to device memory and read back."""
 
-    share: Annotated[float, Spec("the part of the free memory that is written", Ratio(0.01, 0.98))]
-    most_bytes: Annotated[int, Spec("no more than this is written, however much is free", Amount(MB, 100 * TB))]
-    rounds: Annotated[
-        int, Spec("how often each pattern is gone through, random ones with other numbers", Whole(1, 10000))
-    ]
+    share: float = value("the part of the free memory that is written", Ratio(0.01, 0.98))
+    most_bytes: int = value("no more than this is written, however much is free", Amount(MB, 100 * TB))
+    rounds: int = value("how often each pattern is gone through, random ones with other numbers", Whole(1, 10000))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Determinism:
     """The same computation, which must give the same bits."""
 
-    n: Annotated[int, Spec("n of the n x n matrices", Whole(64, 16384, multiple_of=64))]
-    repeats: Annotated[int, Spec("how often each GPU computes it", Whole(2, 10000))]
+    n: int = value("n of the n x n matrices", Whole(64, 16384, multiple_of=64))
+    repeats: int = value("how often each GPU computes it", Whole(2, 10000))
 
 
 _DTYPES = {

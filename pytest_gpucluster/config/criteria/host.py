@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from pytest_gpucluster.config.declaration import GB, KIB, Criterion, Section, Spec
+from pytest_gpucluster.config.declaration import GB, KIB, Criterion, Section, value
 from pytest_gpucluster.config.value_types import Amount, Choice, Whole
 from pytest_gpucluster.metrics.catalogue import Metric, metrics
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -15,38 +14,30 @@ from pytest_gpucluster.metrics.sampling import Sampling
 class Host:
     """How the hosts are meant to be set up. With "any" the other setting is noted, and accepted."""
 
-    governor: Annotated[
-        str,
-        Spec("which CPU frequency governor every CPU has, where the kernel shows one", Choice(("performance", "any"))),
-    ]
-    numa_balancing: Annotated[
-        str, Spec("whether the kernel may move memory between NUMA nodes by itself", Choice(("off", "any")))
-    ]
-    iommu: Annotated[
-        str,
-        Spec(
-            "whether an IOMMU may translate what a GPU sends; passthrough allows one that does not",
-            Choice(("passthrough", "any")),
-        ),
-    ]
-    acs: Annotated[
-        str,
-        Spec("whether PCIe switch ports above a GPU may redirect (Access Control Services)", Choice(("off", "any"))),
-    ]
+    governor: str = value(
+        "which CPU frequency governor every CPU has, where the kernel shows one", Choice(("performance", "any"))
+    )
+    numa_balancing: str = value(
+        "whether the kernel may move memory between NUMA nodes by itself", Choice(("off", "any"))
+    )
+    iommu: str = value(
+        "whether an IOMMU may translate what a GPU sends; passthrough allows one that does not",
+        Choice(("passthrough", "any")),
+    )
+    acs: str = value(
+        "whether PCIe switch ports above a GPU may redirect (Access Control Services)", Choice(("off", "any"))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLink:
     """Copies between pinned host memory and the GPU, each of which is verified."""
 
-    size_bytes: Annotated[int, Spec("what one copy moves", Amount(4 * KIB, GB, multiple_of=4096))]
-    copies: Annotated[
-        int,
-        Spec(
-            "copies one after the other, until all of them are verified; each rank pins this multiple of size",
-            Whole(1, 256),
-        ),
-    ]
+    size_bytes: int = value("what one copy moves", Amount(4 * KIB, GB, multiple_of=4096))
+    copies: int = value(
+        "copies one after the other, until all of them are verified; each rank pins this multiple of size",
+        Whole(1, 256),
+    )
     sampling: Sampling
 
 

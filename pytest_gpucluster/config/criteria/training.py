@@ -3,61 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from pytest_gpucluster.config.declaration import DAY_SECONDS, KIB, TB, WEEK_SECONDS, Criterion, Section, Spec, series
+from pytest_gpucluster.config.declaration import DAY_SECONDS, KIB, TB, WEEK_SECONDS, Criterion, Section, series, value
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Ratio, Whole
 from pytest_gpucluster.metrics.catalogue import metrics
 from pytest_gpucluster.metrics.sampling import Sampling
 
 _SWITCH = Choice(("off", "on"))
 _PRECISION = Choice(("bf16", "fp32"))
-_COMPILED = Spec("whether blocks are compiled (torch.compile)", _SWITCH)
-_RECOMPUTE = Spec(
-    "whether activations are recomputed; auto: where the memory demands it", Choice(("auto", "off", "on"))
-)
+_COMPILED = ("whether blocks are compiled (torch.compile)", _SWITCH)
+_RECOMPUTE = ("whether activations are recomputed; auto: where the memory demands it", Choice(("auto", "off", "on")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailurePropagation:
     """The end of a small training, that of `training`, of which a rank dies: a job of its own on each node."""
 
-    deaths: Annotated[
-        tuple[str, ...],
-        Spec(
-            "how the rank dies, one job each: it exits at once, raises an exception, or is killed by SIGKILL",
-            Choice(("exit", "raise", "kill")),
-        ),
-    ]
-    steps: Annotated[int, Spec("steps that are taken before", Whole(1, 1000))]
-    start_seconds: Annotated[float, Spec("from the start of the job to that death, at most", Duration(1, DAY_SECONDS))]
-    end_seconds: Annotated[
-        float,
-        Spec("from that death to the end of the job, at most: then it is ended and rejected", Duration(1, DAY_SECONDS)),
-    ]
+    deaths: tuple[str, ...] = value(
+        "how the rank dies, one job each: it exits at once, raises an exception, or is killed by SIGKILL",
+        Choice(("exit", "raise", "kill")),
+    )
+    steps: int = value("steps that are taken before", Whole(1, 1000))
+    start_seconds: float = value("from the start of the job to that death, at most", Duration(1, DAY_SECONDS))
+    end_seconds: float = value(
+        "from that death to the end of the job, at most: then it is ended and rejected", Duration(1, DAY_SECONDS)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
     """Training ResNets on images, which a multi-worker loader reads. Each worker keeps its batches in /dev/shm."""
 
-    models: Annotated[tuple[str, ...], Spec("which are trained", Choice(("resnet18", "resnet50")))]
-    image_size: Annotated[
-        int,
-        Spec(
-            "pixels of a side, of synthetic images and of files with an image each; data sets of one size keep theirs",
-            Whole(28, 4096),
-        ),
-    ]
-    batch: Annotated[int, Spec("images of each GPU in a step", Whole(2, 65536))]
-    workers: Annotated[
-        int,
-        Spec(
-            "processes of each rank that read images ahead; 0: the rank reads them itself, without /dev/shm",
-            Whole(0, 256),
-        ),
-    ]
-    prefetch: Annotated[int, Spec("batches that each of them reads ahead", Whole(1, 1000))]
+    models: tuple[str, ...] = value("which are trained", Choice(("resnet18", "resnet50")))
+    image_size: int = value(
+        "pixels of a side, of synthetic images and of files with an image each; data sets of one size keep theirs",
+        Whole(28, 4096),
+    )
+    batch: int = value("images of each GPU in a step", Whole(2, 65536))
+    workers: int = value(
+        "processes of each rank that read images ahead; 0: the rank reads them itself, without /dev/shm", Whole(0, 256)
+    )
+    prefetch: int = value("batches that each of them reads ahead", Whole(1, 1000))
     sampling: Sampling
 
 
@@ -65,33 +51,29 @@ class Vision:
 class Decoder:
     """The sizes of a decoder, and of a step of its training."""
 
-    layers: Annotated[int, Spec("blocks of the decoder", Whole(1, 1000))]
+    layers: int = value("blocks of the decoder", Whole(1, 1000))
     # A head is an even part of the width.
-    width: Annotated[int, Spec("width of the decoder", Whole(64, 65536, multiple_of=64))]
-    heads: Annotated[int, Spec("heads of its attention; width is an even multiple", Whole(1, 1024))]
-    vocab: Annotated[int, Spec("tokens that there are", Whole(16, 1_000_000))]
-    sequence: Annotated[int, Spec("tokens of a row, all of which are trained on", Whole(8, 1_000_000))]
-    batch: Annotated[int, Spec("rows of each rank in a step", Whole(1, 65536))]
+    width: int = value("width of the decoder", Whole(64, 65536, multiple_of=64))
+    heads: int = value("heads of its attention; width is an even multiple", Whole(1, 1024))
+    vocab: int = value("tokens that there are", Whole(16, 1_000_000))
+    sequence: int = value("tokens of a row, all of which are trained on", Whole(8, 1_000_000))
+    batch: int = value("rows of each rank in a step", Whole(1, 65536))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Decoder):
     """Training a decoder to see that it is right: on each GPU alone, and on all ranks together."""
 
-    steps: Annotated[int, Spec("steps that are compared one by one", Whole(2, 1000))]
+    steps: int = value("steps that are compared one by one", Whole(2, 1000))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingModel(Decoder):
     """A decoder whose training is timed."""
 
-    inner: Annotated[
-        int, Spec("width inside its MLP; 0: 8/3 of the width, up to a multiple of 64", Whole(0, 1_000_000))
-    ]
-    key_heads: Annotated[
-        int, Spec("heads of its keys and values, of which heads is a multiple; 0: as heads", Whole(0, 1024))
-    ]
-    recompute: Annotated[str, Spec("whether blocks keep only their input, and are computed again in backward", _SWITCH)]
+    inner: int = value("width inside its MLP; 0: 8/3 of the width, up to a multiple of 64", Whole(0, 1_000_000))
+    key_heads: int = value("heads of its keys and values, of which heads is a multiple; 0: as heads", Whole(0, 1024))
+    recompute: str = value("whether blocks keep only their input, and are computed again in backward", _SWITCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +81,9 @@ class TrainingThroughput:
     """Timing full training steps. The models are contract; large, of which each rank has all (ddp); and sharded, of
     which each rank has a part (fsdp)."""
 
-    compiled: Annotated[str, _COMPILED]
-    workers: Annotated[int, Spec("processes of each rank that read data ahead; 0: none does", Whole(0, 256))]
-    prefetch: Annotated[int, Spec("batches that each of them reads ahead", Whole(1, 1000))]
+    compiled: str = value(*_COMPILED)
+    workers: int = value("processes of each rank that read data ahead; 0: none does", Whole(0, 256))
+    prefetch: int = value("batches that each of them reads ahead", Whole(1, 1000))
     sampling: Sampling
 
 
@@ -109,23 +91,20 @@ class TrainingThroughput:
 class Fsdp(Decoder):
     """Training a decoder that is sharded over all ranks, to see that it is right; checkpoints are of the same."""
 
-    steps: Annotated[int, Spec("steps that are compared one by one", Whole(2, 1000))]
+    steps: int = value("steps that are compared one by one", Whole(2, 1000))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """Saving a sharded training and going on from it, and the speed of the file system that it is saved to."""
 
-    steps: Annotated[int, Spec("steps before the checkpoint, and as many after it", Whole(1, 1000))]
-    file_bytes: Annotated[
-        int,
-        Spec(
-            "what each rank writes to the shared file system, and reads of another rank",
-            Amount(4 * KIB, TB, multiple_of=4096),  # as O_DIRECT asks for
-            key="size",
-        ),
-    ]
-    passes: Annotated[int, Spec("how often all ranks write and read", Whole(1, 1000))]
+    steps: int = value("steps before the checkpoint, and as many after it", Whole(1, 1000))
+    file_bytes: int = value(
+        "what each rank writes to the shared file system, and reads of another rank",
+        Amount(4 * KIB, TB, multiple_of=4096),
+        key="size",
+    )
+    passes: int = value("how often all ranks write and read", Whole(1, 1000))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,76 +117,64 @@ class Scaling(TrainingModel, TrainingThroughput):
 class Lora:
     """Fine-tuning with LoRA until it has learned, and what shows that it has learned rightly."""
 
-    steps: Annotated[int, Spec("steps of the optimizer", Whole(12, 1_000_000))]
-    stop_after: Annotated[
-        int,
-        Spec("of these, steps that are taken, and judged by a reference curve; 0: all of them", Whole(0, 1_000_000)),
-    ]
-    warmup_steps: Annotated[int, Spec("steps in which the learning rate rises; fewer than steps", Whole(1, 1_000_000))]
-    global_batch: Annotated[
-        int,
-        Spec("blocks of a step, of all ranks that train one model together, however many they are", Whole(1, 65536)),
-    ]
-    micro_batch: Annotated[int, Spec("blocks that a GPU takes at once, at most", Whole(1, 65536))]
-    sequence: Annotated[int, Spec("tokens of a block", Whole(16, 1_000_000))]
-    rows: Annotated[int, Spec("conversations, at most", Whole(20, 10_000_000))]
-    held_out_ratio: Annotated[float, Spec("part of the conversations kept from training", Ratio(0.001, 0.5))]
-    held_out_blocks: Annotated[int, Spec("blocks of these whose loss is taken, at most", Whole(1, 100_000))]
-    precision: Annotated[str, Spec("of products, of the base, and of what is gathered", _PRECISION)]
-    recompute: Annotated[str, _RECOMPUTE]
-    compiled: Annotated[str, _COMPILED]
-    parity_steps: Annotated[int, Spec("steps that one rank repeats alone, to be compared", Whole(2, 1000))]
-    parity_batch: Annotated[int, Spec("blocks of these steps; as many as ranks at least", Whole(1, 65536))]
-    parity_sequence: Annotated[int, Spec("tokens of their blocks, at most sequence", Whole(16, 1_000_000))]
-    parity_precisions: Annotated[tuple[str, ...], Spec("precisions of these steps", _PRECISION, key="parity")]
-    checkpoint_every: Annotated[
-        int,
-        Spec("steps from one checkpoint to the next; those after the last one are taken twice", Whole(1, 1_000_000)),
-    ]
-    calls: Annotated[int, Spec("function calls that are asked for after the training; 0: none", Whole(0, 100_000))]
-    call_tokens: Annotated[int, Spec("tokens of an answer, at most", Whole(1, 4096))]
-    tolerance_ratio: Annotated[
-        float, Spec("certain is a rate whose median's 95 % interval is no wider than this part of it", Ratio(0.0001, 3))
-    ]
-    deadline_seconds: Annotated[
-        float,
-        Spec(
-            "how long all of it may take; for a given model besides 1.5 times the predicted time of its steps",
-            Duration(10, WEEK_SECONDS),
-        ),
-    ]
+    steps: int = value("steps of the optimizer", Whole(12, 1_000_000))
+    stop_after: int = value(
+        "of these, steps that are taken, and judged by a reference curve; 0: all of them", Whole(0, 1_000_000)
+    )
+    warmup_steps: int = value("steps in which the learning rate rises; fewer than steps", Whole(1, 1_000_000))
+    global_batch: int = value(
+        "blocks of a step, of all ranks that train one model together, however many they are", Whole(1, 65536)
+    )
+    micro_batch: int = value("blocks that a GPU takes at once, at most", Whole(1, 65536))
+    sequence: int = value("tokens of a block", Whole(16, 1_000_000))
+    rows: int = value("conversations, at most", Whole(20, 10_000_000))
+    held_out_ratio: float = value("part of the conversations kept from training", Ratio(0.001, 0.5))
+    held_out_blocks: int = value("blocks of these whose loss is taken, at most", Whole(1, 100_000))
+    precision: str = value("of products, of the base, and of what is gathered", _PRECISION)
+    recompute: str = value(*_RECOMPUTE)
+    compiled: str = value(*_COMPILED)
+    parity_steps: int = value("steps that one rank repeats alone, to be compared", Whole(2, 1000))
+    parity_batch: int = value("blocks of these steps; as many as ranks at least", Whole(1, 65536))
+    parity_sequence: int = value("tokens of their blocks, at most sequence", Whole(16, 1_000_000))
+    parity_precisions: tuple[str, ...] = value("precisions of these steps", _PRECISION, key="parity")
+    checkpoint_every: int = value(
+        "steps from one checkpoint to the next; those after the last one are taken twice", Whole(1, 1_000_000)
+    )
+    calls: int = value("function calls that are asked for after the training; 0: none", Whole(0, 100_000))
+    call_tokens: int = value("tokens of an answer, at most", Whole(1, 4096))
+    tolerance_ratio: float = value(
+        "certain is a rate whose median's 95 % interval is no wider than this part of it", Ratio(0.0001, 3)
+    )
+    deadline_seconds: float = value(
+        "how long all of it may take; for a given model besides 1.5 times the predicted time of its steps",
+        Duration(10, WEEK_SECONDS),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraTraining:
     """How conversations are learned, of the tiny model and of a given one."""
 
-    recipe: Annotated[
-        str,
-        Spec(
-            "packed: the assistant's tokens, in full blocks; contract: all tokens of conversations one by one, with "
-            "weight decay 0.01, 3 warm-up steps, 2 conversations at once",
-            Choice(("contract", "packed")),
-        ),
-    ]
-    rendering: Annotated[
-        str,
-        Spec(
-            "how the conversations of a given model are written: glaive's texts, or its tokenizer's chat template",
-            Choice(("chat", "glaive")),
-        ),
-    ]
+    recipe: str = value(
+        "packed: the assistant's tokens, in full blocks; contract: all tokens of conversations one by one, with "
+        "weight decay 0.01, 3 warm-up steps, 2 conversations at once",
+        Choice(("contract", "packed")),
+    )
+    rendering: str = value(
+        "how the conversations of a given model are written: glaive's texts, or its tokenizer's chat template",
+        Choice(("chat", "glaive")),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraThroughput:
     """Timing the steps of LoRA fine-tuning at Qwen2-7B's sizes, with random weights."""
 
-    sequence: Annotated[int, Spec("tokens of a block", Whole(16, 1_000_000))]
-    micro_batch: Annotated[int, Spec("blocks that a GPU takes at once", Whole(1, 65536))]
-    accumulation: Annotated[int, Spec("how often it does before the optimizer's step", Whole(1, 65536))]
-    recompute: Annotated[str, _RECOMPUTE]
-    compiled: Annotated[str, _COMPILED]
+    sequence: int = value("tokens of a block", Whole(16, 1_000_000))
+    micro_batch: int = value("blocks that a GPU takes at once", Whole(1, 65536))
+    accumulation: int = value("how often it does before the optimizer's step", Whole(1, 65536))
+    recompute: str = value(*_RECOMPUTE)
+    compiled: str = value(*_COMPILED)
     sampling: Sampling
 
 
