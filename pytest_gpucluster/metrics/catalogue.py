@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+import re
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 Better = Literal["higher", "lower", "none"]
 Scope = Literal["rank", "node", "world"]
@@ -44,33 +44,43 @@ class Metric:
         return self.peak is not None
 
 
-def metrics(
-    unit: str,
-    better: Better,
-    docs: Mapping[str, str],
-    *,
-    scope: Scope = "rank",
-    peak: str | None = None,
-    peak_is_bound: bool = True,
-    recorded: str | Mapping[str, str] = "",
-) -> Iterator[Metric]:
-    """Yield metrics that have all but name and meaning in common.
+def read_metrics(text: str) -> tuple[Metric, ...]:
+    """Return the metrics of a text: of each a line ``name: unit, better`` and indented lines with what it is.
 
-    Args:
-        docs: name -> what it is.
-        recorded: why they are recorded and not judged; or name -> why, of those that are.
+    After ``better`` may stand "node" or "world", which is its scope, "peak ATTRIBUTE", and "no bound" of that peak. If
+    it is recorded and not judged, the last line is ``recorded: why``.
+
+    >>> [one] = read_metrics("burn_in.power: W, none\\n  Median power.\\n  recorded: no power is better")
+    >>> one.unit, one.doc, one.recorded
+    ('W', 'Median power.', 'no power is better')
+
+    Raises:
+        ValueError: a word of the first line is none of these.
     """
-    for name, doc in docs.items():
-        yield Metric(
-            name=name,
-            unit=unit,
-            better=better,
-            scope=scope,
-            peak=peak,
-            peak_is_bound=peak_is_bound,
-            recorded=recorded if isinstance(recorded, str) else recorded.get(name, ""),
-            doc=doc,
+    found = []
+    for block in re.split(r"\n(?=\S)", text.strip()):
+        head, *lines = block.splitlines()
+        name, _, facts = head.partition(": ")
+        unit, better, *more = facts.split(", ")
+        peaks = [fact for fact in more if fact.startswith("peak ")]
+        if better not in get_args(Better) or not {*more} <= {"node", "world", "no bound", *peaks}:
+            raise ValueError(
+                f"{head!r}: write name: unit, higher, lower or none, node or world, peak ATTRIBUTE, no bound"
+            )
+        doc, _, recorded = " ".join(map(str.strip, lines)).partition(" recorded: ")
+        found.append(
+            Metric(
+                name=name,
+                unit=unit,
+                better=cast(Better, better),
+                scope="node" if "node" in more else "world" if "world" in more else "rank",
+                peak=peaks[0].removeprefix("peak ") if peaks else None,
+                peak_is_bound="no bound" not in more,
+                recorded=recorded,
+                doc=doc,
+            )
         )
+    return tuple(found)
 
 
 def declared(table: str) -> tuple[Any, ...]:

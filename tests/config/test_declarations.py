@@ -6,13 +6,14 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import shipped_suite
 from each import of_each
 
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.config.workload import CRITERIA, PROFILES, SECTIONS
 from pytest_gpucluster.journal.verdict import REHEARSED_ALWAYS
-from pytest_gpucluster.metrics.catalogue import declared
+from pytest_gpucluster.metrics.catalogue import declared, read_metrics
 from pytest_gpucluster.metrics.measurement import METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +58,9 @@ def test_a_criterion_has_metrics_a_group_a_time_a_benchmark_and_a_test(name):
     if name != "inventory":  # compares what the ranks reported before the first test
         assert re.search(r"^from pytest_gpucluster\.(benchmarks|criteria|node)\b", source, re.MULTILINE)
     assert f'criterion("{name}")' in source
+
+
+@pytest.mark.parametrize("words", ["GB, more", "GB, higher, rack", "GB, higher, bf16_tflops"])
+def test_a_declaration_with_another_word_is_refused(words):
+    with pytest.raises(ValueError, match="hbm.new"):
+        read_metrics(f"hbm.new: {words}\n    What it is.")

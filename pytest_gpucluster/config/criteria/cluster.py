@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pytest_gpucluster.config.declaration import KIB, MIB, Criterion, Section, value
 from pytest_gpucluster.config.value_types import Amount, Duration, Whole
-from pytest_gpucluster.metrics.catalogue import metrics
+from pytest_gpucluster.metrics.catalogue import read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,101 +34,45 @@ class SharedFilesystem:
     small_files: int = value("files of 4 KiB that each node makes, reads and removes", Whole(1, 1_000_000))
 
 
-METRICS = (
-    *metrics(
-        "nodes",
-        "higher",
-        {
-            "connectivity.nodes": "Nodes that reach every node and are reached by all, over plain TCP.",
-            "slurm.nodes": "Nodes of the job that Slurm calls allocated and healthy.",
-        },
-        scope="world",
-        recorded={
-            "connectivity.nodes": "connectivity.pairs has the limit for all of them",
-            "slurm.nodes": "a node in another state ends the test as an error",
-        },
-    ),
-    *metrics(
-        "%",
-        "higher",
-        {
-            "connectivity.pairs": (
-                "Pairs of nodes that reach each other, both directions and each node itself counted, of all pairs."
-            )
-        },
-        scope="world",
-    ),
-    *metrics(
-        "ms",
-        "lower",
-        {
-            "connectivity.connect": (
-                "The slowest of a node's connections to all nodes: connecting, and one exchange of a few bytes."
-            ),
-            "connectivity.rendezvous": "Time that the store through which the ranks have met takes to answer a node.",
-            "clock.skew": "Difference of a node's clock from the median of the other nodes' clocks.",
-        },
-        scope="node",
-    ),
-    *metrics(
-        "s",
-        "lower",
-        {
-            "dns.forward": "The slowest lookup of a node's name, of all names, from this node.",
-            "dns.reverse": "The slowest lookup of the name of a node's address, of all addresses, from this node.",
-            "shared_filesystem.visible": (
-                "The longest time until a node has seen what another one has written to a file that was there before."
-            ),
-        },
-        scope="node",
-        recorded={"shared_filesystem.visible": "what is not seen within 90 s ends the test as a failure"},
-    ),
-    *metrics(
-        "ratio",
-        "higher",
-        {
-            "shared_filesystem.verified": (
-                "Files of other nodes that a node has read as they were written, of all that it has read."
-            )
-        },
-        scope="node",
-    ),
-    *metrics(
-        "%",
-        "higher",
-        {
-            "shared_filesystem.whole_reads": (
-                "Reads that found a whole file, of all reads of a file that is being replaced by renames."
-            ),
-            "shared_filesystem.free": "Free space of the shared file system, as a node sees it, of all its space.",
-            "shared_filesystem.free_inodes": (
-                "Free inodes, of all of them; not measured where a file system has no fixed number."
-            ),
-        },
-        scope="node",
-    ),
-    *metrics(
-        "files/s",
-        "higher",
-        {
-            "shared_filesystem.small_files": (
-                "Files of 4 KiB that one rank of a node makes, reads and removes, over the time, while all nodes do so."
-            )
-        },
-        scope="node",
-        recorded="file systems differ; set a limit by what yours was bought for",
-    ),
-    *metrics(
-        "s", "lower", {"slurm.controller": "Time that Slurm's controller takes to answer scontrol ping."}, scope="world"
-    ),
-    *metrics(
-        "findings",
-        "lower",
-        {"scheduler.findings": "What of the scheduler's promises a node does not keep."},
-        scope="node",
-        recorded="a finding ends the test as an error",
-    ),
-)
+METRICS = read_metrics("""
+connectivity.nodes: nodes, higher, world
+    Nodes that reach every node and are reached by all, over plain TCP.
+    recorded: connectivity.pairs has the limit for all of them
+slurm.nodes: nodes, higher, world
+    Nodes of the job that Slurm calls allocated and healthy.
+    recorded: a node in another state ends the test as an error
+connectivity.pairs: %, higher, world
+    Pairs of nodes that reach each other, both directions and each node itself counted, of all pairs.
+connectivity.connect: ms, lower, node
+    The slowest of a node's connections to all nodes: connecting, and one exchange of a few bytes.
+connectivity.rendezvous: ms, lower, node
+    Time that the store through which the ranks have met takes to answer a node.
+clock.skew: ms, lower, node
+    Difference of a node's clock from the median of the other nodes' clocks.
+dns.forward: s, lower, node
+    The slowest lookup of a node's name, of all names, from this node.
+dns.reverse: s, lower, node
+    The slowest lookup of the name of a node's address, of all addresses, from this node.
+shared_filesystem.visible: s, lower, node
+    The longest time until a node has seen what another one has written to a file that was there before.
+    recorded: what is not seen within 90 s ends the test as a failure
+shared_filesystem.verified: ratio, higher, node
+    Files of other nodes that a node has read as they were written, of all that it has read.
+shared_filesystem.whole_reads: %, higher, node
+    Reads that found a whole file, of all reads of a file that is being replaced by renames.
+shared_filesystem.free: %, higher, node
+    Free space of the shared file system, as a node sees it, of all its space.
+shared_filesystem.free_inodes: %, higher, node
+    Free inodes, of all of them; not measured where a file system has no fixed number.
+shared_filesystem.small_files: files/s, higher, node
+    Files of 4 KiB that one rank of a node makes, reads and removes, over the time, while all nodes do so.
+    recorded: file systems differ; set a limit by what yours was bought for
+slurm.controller: s, lower, world
+    Time that Slurm's controller takes to answer scontrol ping.
+scheduler.findings: findings, lower, node
+    What of the scheduler's promises a node does not keep.
+    recorded: a finding ends the test as an error
+""")
 
 
 SECTIONS = (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.config.declaration import DAY_SECONDS, MB, TB, Criterion, Section, Span, series, value
 from pytest_gpucluster.config.value_types import Amount, Duration, Ratio, Whole
-from pytest_gpucluster.metrics.catalogue import Metric, metrics
+from pytest_gpucluster.metrics.catalogue import read_metrics
 from pytest_gpucluster.metrics.sampling import Sampling
 
 _PAYLOAD = Amount(4, TB, multiple_of=4, as_written=True)
@@ -85,91 +84,54 @@ _COLLECTIVES = {
 """Collective -> its title, what its payload is, and the factor of its bus bandwidth."""
 
 
-def _collective(name: str, title: str, payload: str, factor: str) -> Iterator[Metric]:
-    prefix = f"nccl.{name}"
-    docs = {f"{prefix}.algbw": f"{title}: {payload}, over the time of a call."}
-    yield from metrics("GB/s", "higher", docs, recorded="busbw carries the limit")
-    # No algorithm sends less than this formula counts: a rank must get, or give, all of it over its links.
-    docs = {f"{prefix}.busbw": f"{title} algbw{factor}, as nccl-tests defines it. The slowest rank decides."}
-    yield from metrics("GB/s", "higher", docs, peak="link_gb_per_second")
-    docs = {f"{prefix}.average_busbw": _AVERAGE}
-    yield from metrics("GB/s", "higher", docs, recorded="busbw of the slowest rank carries the limit")
-    docs = {f"{prefix}.latency": f"Time of one small {name}. The slowest rank decides."}
-    yield from metrics("us", "lower", docs, recorded="no measurement to set a limit by")
-
-
-_AVERAGE = "The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides."
-
+# No algorithm sends less than the formula of busbw counts: a rank must get, or give, all of it over its links. But that
+# of all-reduce counts bytes that in-switch reduction and trees never send: its peak is no bound.
+_COLLECTIVE = """
+nccl.{name}.algbw: GB/s, higher
+    {title}: {payload}, over the time of a call.
+    recorded: busbw carries the limit
+nccl.{name}.busbw: GB/s, higher, peak link_gb_per_second
+    {title} algbw{factor}, as nccl-tests defines it. The slowest rank decides.
+nccl.{name}.average_busbw: GB/s, higher
+    The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.
+    recorded: busbw of the slowest rank carries the limit
+nccl.{name}.latency: us, lower
+    Time of one small {name}. The slowest rank decides.
+    recorded: no measurement to set a limit by
+"""
 
 METRICS = (
-    *metrics(
-        "ports",
-        "higher",
-        {"fabric.active_ports": "InfiniBand or RoCE ports of a node that NCCL may use and that carry data."},
-        scope="node",
+    *read_metrics("""
+fabric.active_ports: ports, higher, node
+    InfiniBand or RoCE ports of a node that NCCL may use and that carry data.
+fabric.port_rate: Gb/s, higher, node
+    Rate of the slowest of these ports, width times speed of its link; of as many as there are GPUs, the fastest
+    first. Nothing is sent.
+    recorded: it depends on the cards that were ordered, so set yours
+nccl.environment.findings: findings, lower
+    Variables of NCCL, UCX and CUDA that hurt, or differ between ranks. Recorded; the findings decide.
+    recorded: the findings themselves decide
+nccl.all_reduce.algbw: GB/s, higher, peak link_gb_per_second
+    All-reduce payload bytes over time: no rank takes in its payload faster than its links.
+    recorded: busbw carries the limit; algbw is compared with the link peak only
+link.bandwidth: GB/s, higher, peak link_gb_per_second
+    One GPU to one other, the slowest link of the rank, without those whose culprit is another rank.
+nccl.all_reduce.busbw: GB/s, higher, peak link_gb_per_second, no bound
+    All-reduce algbw times 2 (n - 1) / n, as nccl-tests defines it. The slowest rank decides.
+nccl.all_reduce.average_busbw: GB/s, higher, peak link_gb_per_second, no bound
+    The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.
+    recorded: busbw of the slowest rank carries the limit
+nccl.all_reduce.latency: us, lower
+    Time of one small all-reduce. The slowest rank decides.
+    recorded: no measurement to set a limit by
+link.ratio_to_median: ratio, higher
+    This bandwidth over the median of all other pairs, in each direction.
+"""),
+    *(
+        metric
+        for name, (title, payload, factor) in _COLLECTIVES.items()
+        for metric in read_metrics(_COLLECTIVE.format(name=name, title=title, payload=payload, factor=factor))
     ),
-    *metrics(
-        "Gb/s",
-        "higher",
-        {
-            "fabric.port_rate": (
-                "Rate of the slowest of these ports, width times speed of its link; of as many as there are GPUs, the "
-                "fastest first. Nothing is sent."
-            )
-        },
-        scope="node",
-        recorded="it depends on the cards that were ordered, so set yours",
-    ),
-    *metrics(
-        "findings",
-        "lower",
-        {
-            "nccl.environment.findings": (
-                "Variables of NCCL, UCX and CUDA that hurt, or differ between ranks. Recorded; the findings decide."
-            )
-        },
-        recorded="the findings themselves decide",
-    ),
-    *metrics(
-        "GB/s",
-        "higher",
-        {
-            "nccl.all_reduce.algbw": (
-                "All-reduce payload bytes over time: no rank takes in its payload faster than its links."
-            ),
-            "link.bandwidth": (
-                "One GPU to one other, the slowest link of the rank, without those whose culprit is another rank."
-            ),
-        },
-        peak="link_gb_per_second",
-        recorded={"nccl.all_reduce.algbw": "busbw carries the limit; algbw is compared with the link peak only"},
-    ),
-    *metrics(
-        "GB/s",
-        "higher",
-        {
-            "nccl.all_reduce.busbw": (
-                "All-reduce algbw times 2 (n - 1) / n, as nccl-tests defines it. The slowest rank decides."
-            ),
-            "nccl.all_reduce.average_busbw": _AVERAGE,
-        },
-        peak="link_gb_per_second",
-        # The ring formula counts bytes that in-switch reduction and trees never send.
-        peak_is_bound=False,
-        recorded={"nccl.all_reduce.average_busbw": "busbw of the slowest rank carries the limit"},
-    ),
-    *metrics(
-        "us",
-        "lower",
-        {"nccl.all_reduce.latency": "Time of one small all-reduce. The slowest rank decides."},
-        recorded="no measurement to set a limit by",
-    ),
-    *metrics(
-        "ratio",
-        "higher",
-        {"link.ratio_to_median": "This bandwidth over the median of all other pairs, in each direction."},
-    ),
-    *(metric for name, words in _COLLECTIVES.items() for metric in _collective(name, *words)),
 )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.config.declaration import MB, TB, WEEK_SECONDS, Criterion, Section, Span, series, value
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Ratio, Sizes, Whole
-from pytest_gpucluster.metrics.catalogue import Metric, metrics
+from pytest_gpucluster.metrics.catalogue import read_metrics
 from pytest_gpucluster.metrics.sampling import Sampling
 
 # torch's scaled product, which multiplies fp8, takes no other sizes.
@@ -111,100 +110,64 @@ _PASSES = {
 }
 
 
-def _matmul(dtype: str, doc: str) -> Iterator[Metric]:
-    yield from metrics(
-        "TFLOPS",
-        "higher",
-        {
-            f"matmul.{dtype}.tflops": f"Dense square product in {doc}: 2 n^3 operations over the time of one product.",
-            f"matmul.{dtype}.best_tflops": (
-                f"Dense product in {doc} of the shape and layout that a search found to be the fastest, measured anew: "
-                "2 m n k operations over the time of one product. Recorded; a best of many is compared with no limit."
-            ),
-        },
-        peak=f"{dtype}_tflops",
-        recorded={f"matmul.{dtype}.best_tflops": "a best of many flatters; the square product is judged"},
-    )
-
+_MATMUL = """
+matmul.{dtype}.tflops: TFLOPS, higher, peak {dtype}_tflops
+    Dense square product in {doc}: 2 n^3 operations over the time of one product.
+matmul.{dtype}.best_tflops: TFLOPS, higher, peak {dtype}_tflops
+    Dense product in {doc} of the shape and layout that a search found to be the fastest, measured anew: 2 m n k
+    operations over the time of one product. Recorded; a best of many is compared with no limit.
+    recorded: a best of many flatters; the square product is judged
+"""
+_HBM = """
+hbm.{kind}.bandwidth: TB/s, higher, peak hbm_tb_per_second
+    Device memory: {doc}, over the time of one pass.
+"""
 
 METRICS = (
-    *(metric for dtype, doc in _DTYPES.items() for metric in _matmul(dtype, doc)),
-    *metrics(
-        "TB/s",
-        "higher",
-        {f"hbm.{kind}.bandwidth": f"Device memory: {doc}, over the time of one pass." for kind, doc in _PASSES.items()},
-        peak="hbm_tb_per_second",
-    ),
-    *metrics(
-        "ranks",
-        "none",
-        {"inventory.ranks": "Ranks that reported before the first test. Recorded; the inventory's checks decide."},
-        recorded="the inventory's checks decide",
-    ),
-    *metrics(
-        "findings", "lower", {"gpu.findings": "What is wrong with the GPU, as NVML and the kernel log report it."}
-    ),
-    *metrics("dtypes", "higher", {"gpu.usable_dtypes": "Dtypes in which a small product on the GPU equals the CPU's."}),
-    *metrics(
-        "GB",
-        "higher",
-        {"gpu.memory.total": "Device memory as NVML counts it, what the driver keeps for itself included."},
-    ),
-    *metrics(
-        "%",
-        "higher",
-        {
-            "gpu.memory.free": "Device memory that no other process uses, as a part of the total.",
-            "gpu.power_limit": "Enforced power limit as a part of the card's default.",
-            "burn_in.retention": (
-                "Rate of the last minute of a burn-in as a part of the first minute's, or of the last and first tenth. "
-                "What is missing to 100 % is the decay."
-            ),
-            "burn_in.completed": "How far the burn-in came, as a part of the time that was asked for.",
-            "gpu.memory_patterns.share": "Device memory that the patterns were written to, as a part of the total.",
-            "gpu.determinism.repeated": "Computations that gave the same bits every time on this GPU.",
-            "gpu.determinism.agreed": "Computations in which this GPU gave the bits of the majority of its model.",
-        },
-        recorded={
-            "gpu.memory.free": "gpu.findings asks for 95 % and names the processes that use the rest",
-            "gpu.power_limit": "gpu.findings compares it with the card's own default",
-            "burn_in.completed": "a burn-in that is cut short is an error in any case",
-        },
-    ),
-    *metrics(
-        "degC",
-        "lower",
-        {
-            "gpu.temperature": "Temperature of the GPU under load.",
-            "burn_in.temperature": "Highest temperature during the burn-in.",
-        },
-        recorded="gpu.findings compares it with the card's own limits",
-    ),
-    *metrics(
-        "%",
-        "lower",
-        {
-            "burn_in.slowed": (
-                "Part of a burn-in in which NVML reported a thermal or hardware slowdown or a power brake, the longest "
-                "of them."
-            )
-        },
-    ),
-    *metrics(
-        "W",
-        "none",
-        {"burn_in.power": "Median power during the burn-in. Recorded."},
-        recorded="neither more nor less is better",
-    ),
-    *metrics(
-        "words",
-        "lower",
-        {
-            "gpu.memory_patterns.wrong_words": (
-                "64-bit words of device memory that were not read as they were written, counted in each pass anew."
-            )
-        },
-    ),
+    *(metric for dtype, doc in _DTYPES.items() for metric in read_metrics(_MATMUL.format(dtype=dtype, doc=doc))),
+    *(metric for kind, doc in _PASSES.items() for metric in read_metrics(_HBM.format(kind=kind, doc=doc))),
+    *read_metrics("""
+inventory.ranks: ranks, none
+    Ranks that reported before the first test. Recorded; the inventory's checks decide.
+    recorded: the inventory's checks decide
+gpu.findings: findings, lower
+    What is wrong with the GPU, as NVML and the kernel log report it.
+gpu.usable_dtypes: dtypes, higher
+    Dtypes in which a small product on the GPU equals the CPU's.
+gpu.memory.total: GB, higher
+    Device memory as NVML counts it, what the driver keeps for itself included.
+gpu.memory.free: %, higher
+    Device memory that no other process uses, as a part of the total.
+    recorded: gpu.findings asks for 95 % and names the processes that use the rest
+gpu.power_limit: %, higher
+    Enforced power limit as a part of the card's default.
+    recorded: gpu.findings compares it with the card's own default
+burn_in.retention: %, higher
+    Rate of the last minute of a burn-in as a part of the first minute's, or of the last and first tenth. What is
+    missing to 100 % is the decay.
+burn_in.completed: %, higher
+    How far the burn-in came, as a part of the time that was asked for.
+    recorded: a burn-in that is cut short is an error in any case
+gpu.memory_patterns.share: %, higher
+    Device memory that the patterns were written to, as a part of the total.
+gpu.determinism.repeated: %, higher
+    Computations that gave the same bits every time on this GPU.
+gpu.determinism.agreed: %, higher
+    Computations in which this GPU gave the bits of the majority of its model.
+gpu.temperature: degC, lower
+    Temperature of the GPU under load.
+    recorded: gpu.findings compares it with the card's own limits
+burn_in.temperature: degC, lower
+    Highest temperature during the burn-in.
+    recorded: gpu.findings compares it with the card's own limits
+burn_in.slowed: %, lower
+    Part of a burn-in in which NVML reported a thermal or hardware slowdown or a power brake, the longest of them.
+burn_in.power: W, none
+    Median power during the burn-in. Recorded.
+    recorded: neither more nor less is better
+gpu.memory_patterns.wrong_words: words, lower
+    64-bit words of device memory that were not read as they were written, counted in each pass anew.
+"""),
 )
 
 

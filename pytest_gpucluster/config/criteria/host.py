@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pytest_gpucluster.config.declaration import GB, KIB, Criterion, Section, value
 from pytest_gpucluster.config.value_types import Amount, Choice, Whole
-from pytest_gpucluster.metrics.catalogue import Metric, metrics
+from pytest_gpucluster.metrics.catalogue import read_metrics
 from pytest_gpucluster.metrics.sampling import Sampling
 
 
@@ -41,61 +41,25 @@ class HostLink:
     sampling: Sampling
 
 
-METRICS = (
-    *metrics(
-        "files",
-        "higher",
-        {"host.nofile": "Files that a rank may have open (RLIMIT_NOFILE, the soft limit)."},
-        scope="node",
-    ),
-    *metrics(
-        "%",
-        "higher",
-        {
-            "host.memlock": (
-                "Memory that a rank may lock (RLIMIT_MEMLOCK), as a part of the node's; 100 % with CAP_IPC_LOCK."
-            )
-        },
-        scope="node",
-    ),
-    *metrics(
-        "GB",
-        "higher",
-        {
-            "host.shm": "Free space of /dev/shm, at most what the control group may use, over the ranks of the node.",
-            "host.memory": "Host memory, at most what the control group may use, over the ranks of the node.",
-        },
-        scope="node",
-        recorded={"host.memory": "what a job needs of it depends on the job"},
-    ),
-    *metrics(
-        "CPUs",
-        "higher",
-        {
-            "host.cpus": (
-                "CPU time that a rank can count on: that of the control group over the ranks, no more than it may run "
-                "on."
-            )
-        },
-        scope="node",
-    ),
-    *metrics(
-        "tasks",
-        "higher",
-        {"host.tasks": "Processes and threads that may be started, over the ranks of the node."},
-        scope="node",
-    ),
-    *(
-        Metric(
-            name=f"host_link.{direction}.bandwidth",
-            unit="GB/s",
-            better="higher",
-            peak="host_gb_per_second",
-            doc=f"Bytes from {way}, pinned memory, over time; the label mode says what else went on.",
-        )
-        for direction, way in (("h2d", "host to GPU"), ("d2h", "GPU to host"))
-    ),
-)
+METRICS = read_metrics("""
+host.nofile: files, higher, node
+    Files that a rank may have open (RLIMIT_NOFILE, the soft limit).
+host.memlock: %, higher, node
+    Memory that a rank may lock (RLIMIT_MEMLOCK), as a part of the node's; 100 % with CAP_IPC_LOCK.
+host.shm: GB, higher, node
+    Free space of /dev/shm, at most what the control group may use, over the ranks of the node.
+host.memory: GB, higher, node
+    Host memory, at most what the control group may use, over the ranks of the node.
+    recorded: what a job needs of it depends on the job
+host.cpus: CPUs, higher, node
+    CPU time that a rank can count on: that of the control group over the ranks, no more than it may run on.
+host.tasks: tasks, higher, node
+    Processes and threads that may be started, over the ranks of the node.
+host_link.h2d.bandwidth: GB/s, higher, peak host_gb_per_second
+    Bytes from host to GPU, pinned memory, over time; the label mode says what else went on.
+host_link.d2h.bandwidth: GB/s, higher, peak host_gb_per_second
+    Bytes from GPU to host, pinned memory, over time; the label mode says what else went on.
+""")
 
 
 SECTIONS = (Section("host", Host, metrics=("host.*",)), Section("host_link", HostLink, metrics=("host_link.*",)))

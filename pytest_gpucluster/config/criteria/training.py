@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pytest_gpucluster.config.declaration import DAY_SECONDS, KIB, TB, WEEK_SECONDS, Criterion, Section, series, value
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Ratio, Whole
-from pytest_gpucluster.metrics.catalogue import metrics
+from pytest_gpucluster.metrics.catalogue import read_metrics
 from pytest_gpucluster.metrics.sampling import Sampling
 
 _SWITCH = Choice(("off", "on"))
@@ -183,226 +183,137 @@ _CALLS = {
     "right_function": "call the function that is due",
     "right_arguments": "call it with the arguments that are due",
     "intent_accuracy": "are a call where one is due, and none where none is",
-    "intent_precision": "are a due call, of those that are a call,",
-    "intent_recall": "are a call, of those where one is due,",
+    "intent_precision": "are a due call, of those that are a call",
+    "intent_recall": "are a call, of those where one is due",
     "intent_f1": "count for the harmonic mean of precision and recall of the intent to call",
 }
 
 
-_OF_A_RANK = {
-    "loss": (
-        "Difference of the loss of a rank's share{}, before the exchange, to that of the same rows on this and two "
-        "other ranks."
-    ),
-    "gradient": (
-        "Likewise for the share's gradients{}: their distance; or that of the exchanged gradients from the mean of all "
-        "shares, or of their clipping, if that is larger."
-    ),
+_CALL = """
+lora.calls.{kind}: ratio, higher
+    Part of the answers to held-out prompts that {doc}, written greedily after the training.
+    recorded: no figure to judge by; the limits of the loss decide
+"""
+_OF_A_RANK = """
+{prefix}loss_error: ratio, lower
+    Difference of the loss of a rank's share{where}, before the exchange, to that of the same rows on this and two other
+    ranks.
+{prefix}gradient_error: ratio, lower
+    Likewise for the share's gradients{where}: their distance; or that of the exchanged gradients from the mean of all
+    shares, or of their clipping, if that is larger.
+"""
+_PREFIXES = {
+    **{f"{name}.{bf16}": " in bf16" if bf16 else "" for name in ("ddp", "fsdp") for bf16 in ("", "bf16_")},
+    "lora.": " in some steps",
 }
+"""Beginning of the names of such metrics -> where in the training that is."""
 
 
 METRICS = (
-    *metrics(
-        "ratio",
-        "lower",
-        {
-            "training.step.loss_error": "Difference of the loss to that of the CPU's same steps, all in fp32.",
-            "training.step.gradient_error": (
-                "Likewise for the gradients: of their norm before clipping, or their distance."
-            ),
-            "training.step.weight_error": (
-                "Distance of the weights to the CPU's, as a part of the way that those have gone."
-            ),
-            "training.step.bf16_loss_error": "Difference of the loss in bf16 to that of the same device in fp32.",
-            "training.step.bf16_gradient_error": "Likewise for the gradients: of their norm, or their distance.",
-            "training.step.bf16_weight_error": (
-                "Distance of the weights after steps in bf16 to those in fp32, as above."
-            ),
-            **{
-                f"{name}.{bf16}{metric}_error": doc.format(" in bf16" if bf16 else "")
-                for name in ("ddp", "fsdp")
-                for bf16 in ("", "bf16_")
-                for metric, doc in _OF_A_RANK.items()
-            },
-            "fsdp.share": "Bytes of weights and moments on a rank over those of 1/N of each, rounded up to rows.",
-            "checkpoint.resume_error": (
-                "Difference of the losses after a checkpoint to those without a break, on the same ranks."
-            ),
-            "checkpoint.reshard_error": "Likewise on fewer ranks with the same global batch, or without sharding.",
-            **{f"lora.{metric}_error": doc.format(" in some steps") for metric, doc in _OF_A_RANK.items()},
-            "lora.weight_error": (
-                "Distance of a rank's weights after the optimizer's step to those of the same step on a copy, as a "
-                "part of the step."
-            ),
-            "lora.held_out_ratio": "Held-out loss after the training as a part of that before it.",
-            "lora.resume_error": (
-                "Largest difference of a loss when steps are taken again from the newest checkpoint."
-            ),
-            "lora.reload_error": "Difference of the held-out loss when the saved adapters are read into a new model.",
-            "lora.group_error": "Largest difference of a loss to that of the first group that trained at once.",
-            "lora.reference_deviation": (
-                "Largest distance of the loss curve from the reference, in widths of its band."
-            ),
-            "vision.loss_ratio": "Mean of a rank's last losses over its first one.",
-        },
+    *(
+        metric
+        for prefix, where in _PREFIXES.items()
+        for metric in read_metrics(_OF_A_RANK.format(prefix=prefix, where=where))
     ),
-    *metrics(
-        "GB",
-        "lower",
-        {
-            "lora.peak_memory": "Most memory that torch held on a GPU.",
-        },
-        recorded={
-            "lora.peak_memory": "a run that needs more memory than there is ends in an error that states it",
-        },
-    ),
-    *metrics(
-        "ratio",
-        "higher",
-        {
-            "checkpoint.verified": (
-                "Bytes read from another rank's files that are as they were written, over all bytes of these files."
-            )
-        },
-    ),
-    *metrics(
-        "GB/s",
-        "higher",
-        {
-            "checkpoint.write_bandwidth": (
-                "Bytes of a rank's file over the time until they are on stable storage, all ranks writing at once."
-            ),
-            "checkpoint.read_bandwidth": (
-                "Bytes of another rank's file over the time until they are read and verified, all ranks reading at "
-                "once."
-            ),
-        },
-        recorded="file systems differ; set a limit by what yours was bought for",
-    ),
-    *metrics(
-        "tokens/s",
-        "higher",
-        {
-            "training.tokens_per_second": (
-                "Tokens that a GPU trains on, none of which is padding, over the time of a full step. The slowest rank "
-                "decides."
-            ),
-            "lora.tokens_per_second": (
-                "Tokens that a GPU fine-tunes on, none of which is padding, over the time of a step. The slowest rank "
-                "decides."
-            ),
-            "scaling.tokens_per_second": (
-                "Tokens that this rank's GPU trains on, while all groups of `group_size` ranks train at once."
-            ),
-        },
-    ),
-    *metrics(
-        "%",
-        "higher",
-        {
-            "training.mfu": (
-                "Model FLOPs utilisation: tokens/s times FLOPs per token over the dense bf16 peak; what is recomputed "
-                "does not count."
-            ),
-            "lora.finite_steps": (
-                "Steps of LoRA fine-tuning in which what a rank contributes to loss and gradients is finite."
-            ),
-            "lora.moved_adapters": "The adapters' B matrices, which start as 0, that have moved.",
-            "lora.unchanged_base": (
-                "Frozen tensors that are the same bit by bit after the training, in the part that a rank keeps."
-            ),
-            "lora.replayed_steps": (
-                "Steps taken again from the newest checkpoint after which a rank's weights are the same bit by bit."
-            ),
-            "lora.mfu": "The same times FLOPs per token over the dense bf16 peak; what is recomputed does not count.",
-        },
-    ),
-    *metrics(
-        "TFLOPS",
-        "higher",
-        {"training.tflops": "The same before it is divided by the peak."},
-        peak="bf16_tflops",
-        recorded="training.mfu carries the limit; it is compared with the data sheet peak only",
-    ),
-    *metrics(
-        "ms",
-        "lower",
-        {
-            "training.step_time": "Median time of a full training step.",
-            "training.step_time_p99": "99th percentile of the same steps; of fewer than 100 nearly the longest.",
-            "training.parts": "Median time of one part of a step, which the label part names, in steps of their own.",
-        },
-        recorded={
-            "training.step_time": "training.tokens_per_second carries the limit",
-            "training.step_time_p99": "training.tokens_per_second carries the limit",
-            "training.parts": "they explain a step that is slow",
-        },
-    ),
-    *metrics(
-        "nats",
-        "lower",
-        {
-            "lora.final_loss": "Mean loss of the last 10 steps, over the tokens of the assistant.",
-            "lora.all_token_loss": "Mean loss of the last 10 steps, over all tokens; padding does not count.",
-            "lora.held_out_loss": (
-                "Mean loss of held-out blocks when the training has ended, over the tokens of the assistant."
-            ),
-        },
-        recorded={"lora.held_out_loss": "lora.held_out_ratio decides whether it falls"},
-    ),
-    *metrics(
-        "ratio",
-        "higher",
-        {
-            f"lora.calls.{kind}": (
-                f"Part of the answers to held-out prompts that {doc}, written greedily after the training."
-            )
-            for kind, doc in _CALLS.items()
-        },
-        recorded="no figure to judge by; the limits of the loss decide",
-    ),
-    *metrics(
-        "ratio",
-        "higher",
-        {
-            "scaling.efficiency": (
-                "Weak scaling: tokens/s per GPU of the slowest rank in larger groups over those of the median rank in "
-                "smaller ones. `kind` is node (a node over one GPU), fabric (the world over a node) or total (the "
-                "world over one GPU)."
-            ),
-            "scaling.busbw_retention": (
-                "All-reduce busbw of the world over that of a node, of the slowest rank each; no word about training."
-            ),
-        },
-        scope="world",
-    ),
-    *metrics(
-        "s",
-        "lower",
-        {
-            "failure_propagation.seconds": (
-                "From the death of a rank in training until no process of its job is left on the node."
-            )
-        },
-        scope="node",
-    ),
-    *metrics(
-        "images/s",
-        "higher",
-        {
-            "vision.images_per_second": (
-                "Images that a GPU is trained on, over the time of its steps, the wait for the next batch included. "
-                "The slowest rank decides."
-            )
-        },
-        recorded="no measurement to set a limit by; ranks in step are equally fast",
-    ),
-    *metrics(
-        "%",
-        "lower",
-        {"vision.data_wait": "Part of that time in which a rank's device waits for the next batch."},
-        recorded="it says whether the loader or the GPU is the slower one",
-    ),
+    *(metric for kind, doc in _CALLS.items() for metric in read_metrics(_CALL.format(kind=kind, doc=doc))),
+    *read_metrics("""
+training.step.loss_error: ratio, lower
+    Difference of the loss to that of the CPU's same steps, all in fp32.
+training.step.gradient_error: ratio, lower
+    Likewise for the gradients: of their norm before clipping, or their distance.
+training.step.weight_error: ratio, lower
+    Distance of the weights to the CPU's, as a part of the way that those have gone.
+training.step.bf16_loss_error: ratio, lower
+    Difference of the loss in bf16 to that of the same device in fp32.
+training.step.bf16_gradient_error: ratio, lower
+    Likewise for the gradients: of their norm, or their distance.
+training.step.bf16_weight_error: ratio, lower
+    Distance of the weights after steps in bf16 to those in fp32, as above.
+fsdp.share: ratio, lower
+    Bytes of weights and moments on a rank over those of 1/N of each, rounded up to rows.
+checkpoint.resume_error: ratio, lower
+    Difference of the losses after a checkpoint to those without a break, on the same ranks.
+checkpoint.reshard_error: ratio, lower
+    Likewise on fewer ranks with the same global batch, or without sharding.
+lora.weight_error: ratio, lower
+    Distance of a rank's weights after the optimizer's step to those of the same step on a copy, as a part of the
+    step.
+lora.held_out_ratio: ratio, lower
+    Held-out loss after the training as a part of that before it.
+lora.resume_error: ratio, lower
+    Largest difference of a loss when steps are taken again from the newest checkpoint.
+lora.reload_error: ratio, lower
+    Difference of the held-out loss when the saved adapters are read into a new model.
+lora.group_error: ratio, lower
+    Largest difference of a loss to that of the first group that trained at once.
+lora.reference_deviation: ratio, lower
+    Largest distance of the loss curve from the reference, in widths of its band.
+vision.loss_ratio: ratio, lower
+    Mean of a rank's last losses over its first one.
+lora.peak_memory: GB, lower
+    Most memory that torch held on a GPU.
+    recorded: a run that needs more memory than there is ends in an error that states it
+checkpoint.verified: ratio, higher
+    Bytes read from another rank's files that are as they were written, over all bytes of these files.
+checkpoint.write_bandwidth: GB/s, higher
+    Bytes of a rank's file over the time until they are on stable storage, all ranks writing at once.
+    recorded: file systems differ; set a limit by what yours was bought for
+checkpoint.read_bandwidth: GB/s, higher
+    Bytes of another rank's file over the time until they are read and verified, all ranks reading at once.
+    recorded: file systems differ; set a limit by what yours was bought for
+training.tokens_per_second: tokens/s, higher
+    Tokens that a GPU trains on, none of which is padding, over the time of a full step. The slowest rank decides.
+lora.tokens_per_second: tokens/s, higher
+    Tokens that a GPU fine-tunes on, none of which is padding, over the time of a step. The slowest rank decides.
+scaling.tokens_per_second: tokens/s, higher
+    Tokens that this rank's GPU trains on, while all groups of `group_size` ranks train at once.
+training.mfu: %, higher
+    Model FLOPs utilisation: tokens/s times FLOPs per token over the dense bf16 peak; what is recomputed does not
+    count.
+lora.finite_steps: %, higher
+    Steps of LoRA fine-tuning in which what a rank contributes to loss and gradients is finite.
+lora.moved_adapters: %, higher
+    The adapters' B matrices, which start as 0, that have moved.
+lora.unchanged_base: %, higher
+    Frozen tensors that are the same bit by bit after the training, in the part that a rank keeps.
+lora.replayed_steps: %, higher
+    Steps taken again from the newest checkpoint after which a rank's weights are the same bit by bit.
+lora.mfu: %, higher
+    The same times FLOPs per token over the dense bf16 peak; what is recomputed does not count.
+training.tflops: TFLOPS, higher, peak bf16_tflops
+    The same before it is divided by the peak.
+    recorded: training.mfu carries the limit; it is compared with the data sheet peak only
+training.step_time: ms, lower
+    Median time of a full training step.
+    recorded: training.tokens_per_second carries the limit
+training.step_time_p99: ms, lower
+    99th percentile of the same steps; of fewer than 100 nearly the longest.
+    recorded: training.tokens_per_second carries the limit
+training.parts: ms, lower
+    Median time of one part of a step, which the label part names, in steps of their own.
+    recorded: they explain a step that is slow
+lora.final_loss: nats, lower
+    Mean loss of the last 10 steps, over the tokens of the assistant.
+lora.all_token_loss: nats, lower
+    Mean loss of the last 10 steps, over all tokens; padding does not count.
+lora.held_out_loss: nats, lower
+    Mean loss of held-out blocks when the training has ended, over the tokens of the assistant.
+    recorded: lora.held_out_ratio decides whether it falls
+scaling.efficiency: ratio, higher, world
+    Weak scaling: tokens/s per GPU of the slowest rank in larger groups over those of the median rank in smaller
+    ones. `kind` is node (a node over one GPU), fabric (the world over a node) or total (the world over one GPU).
+scaling.busbw_retention: ratio, higher, world
+    All-reduce busbw of the world over that of a node, of the slowest rank each; no word about training.
+failure_propagation.seconds: s, lower, node
+    From the death of a rank in training until no process of its job is left on the node.
+vision.images_per_second: images/s, higher
+    Images that a GPU is trained on, over the time of its steps, the wait for the next batch included. The slowest
+    rank decides.
+    recorded: no measurement to set a limit by; ranks in step are equally fast
+vision.data_wait: %, lower
+    Part of that time in which a rank's device waits for the next batch.
+    recorded: it says whether the loader or the GPU is the slower one
+"""),
 )
 
 
