@@ -6,20 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pytest_gpucluster.analysis.compare import (
-    BETTER,
-    KINDS,
-    NO_REGRESSION,
-    NOT_COMPARED,
-    OPEN,
-    REGRESSED,
-    REGRESSION,
-    UNDECIDED,
-    WORSE,
-    Change,
-    Comparison,
-    Pair,
-)
+from pytest_gpucluster.analysis import compare
 from pytest_gpucluster.analysis.output import Block, Rows, json_document
 from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.reports.summary import is_better_higher
@@ -39,7 +26,7 @@ _HEADS = (
 
 
 def comparison_blocks(
-    comparison: Comparison, *, old_name: NameOf, new_name: NameOf, everything: bool = False
+    comparison: compare.Comparison, *, old_name: NameOf, new_name: NameOf, everything: bool = False
 ) -> Iterator[Block]:
     """Yield the answer, the differences between the runs, and a row for each relevant change, or for all changes.
 
@@ -52,7 +39,7 @@ def comparison_blocks(
     yield answer_text(comparison)
     yield from (f"not comparable: {obstacle}" for obstacle in comparison.obstacles)
     yield from (f"note: {note}" for note in comparison.notes)
-    kinds = (REGRESSED, *OPEN, WORSE, BETTER)
+    kinds = (compare.REGRESSED, *compare.OPEN, compare.WORSE, compare.BETTER)
     relevant = [each for each in comparison.changes if everything or (each.decides and each.kind in kinds)]
     rows = relevant if everything else relevant[:_ROWS]
     if rows:
@@ -68,17 +55,17 @@ def comparison_blocks(
         yield f"{more}{irrelevant}--all shows them"
 
 
-def answer_text(comparison: Comparison) -> str:
+def answer_text(comparison: compare.Comparison) -> str:
     """Return the answer in one sentence."""
     allowed = f"{100 * comparison.allowed:g} %"
     regressed, undecided = (_count(len(some)) for some in (comparison.regressed, comparison.undecided))
     sentences = {
-        REGRESSION: f"REGRESSION: {regressed} worse than before beyond noise and by more than {allowed}",
-        NOT_COMPARED: "NOT COMPARABLE: no value that decides can be compared between these two runs",
-        NO_REGRESSION: f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}",
-        UNDECIDED: f"UNDECIDED: nothing is surely worse by more than {allowed}, but {undecided} without answer",
+        compare.REGRESSION: f"REGRESSION: {regressed} worse than before beyond noise and by more than {allowed}",
+        compare.NOT_COMPARED: "NOT COMPARABLE: no value that decides can be compared between these two runs",
+        compare.NO_REGRESSION: f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}",
+        compare.UNDECIDED: f"UNDECIDED: nothing is surely worse by more than {allowed}, but {undecided} without answer",
     }
-    counts = ", ".join(f"{comparison.counts[kind]} {kind}" for kind in KINDS if kind in comparison.counts)
+    counts = ", ".join(f"{comparison.counts[kind]} {kind}" for kind in compare.KINDS if kind in comparison.counts)
     return sentences[comparison.answer] + (f" ({counts})" if counts else "")
 
 
@@ -89,14 +76,14 @@ def change_text(change: float | None) -> str:
     return "< -1000 %" if change < 0 else "> +1000 %"
 
 
-def _quantities(pair: Pair, unit: str) -> tuple[str, str] | None:
+def _quantities(pair: compare.Pair, unit: str) -> tuple[str, str] | None:
     if pair.old is None or pair.new is None:
         return None
     before, now = pair.old.value, pair.new.value
     return quantity(before, unit, compared_with=now), quantity(now, unit, compared_with=before)
 
 
-def pair_text(pair: Pair, unit: str) -> str:
+def pair_text(pair: compare.Pair, unit: str) -> str:
     """Return "731 TFLOPS before, 312.4 TFLOPS now (-57.3 %)", as far as both are known."""
     quantities = _quantities(pair, unit)
     if quantities is None:
@@ -105,13 +92,13 @@ def pair_text(pair: Pair, unit: str) -> str:
     return f"{quantities[0]} before, {quantities[1]} now{change}" + (f": {pair.why}" if pair.why else "")
 
 
-def _cells(change: Change) -> tuple[str, str, str, str]:
+def _cells(change: compare.Change) -> tuple[str, str, str, str]:
     kind = change.kind if change.decides else f"({change.kind})"
     quantities = _quantities(change.worst, change.unit)
     return (kind, "", "", "") if quantities is None else (kind, change_text(change.worst.change_ratio), *quantities)
 
 
-def _details(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
+def _details(change: compare.Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
     yield change.test.name if change.judged is None else f"{change.test.name}: {metric_name(change.judged)}"
     if change.note:
         yield change.note
@@ -127,7 +114,7 @@ def _details(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str
         yield f"and {len(same_kind) - len(listed)} more, {len(same_kind)} of {len(change.pairs)} in all"
 
 
-def _name(pair: Pair, old_name: NameOf, new_name: NameOf) -> str:
+def _name(pair: compare.Pair, old_name: NameOf, new_name: NameOf) -> str:
     if pair.rank is not None:
         return new_name(pair.rank)
     return f"{old_name(pair.old_rank)} before" if pair.old_rank is not None else ""
@@ -140,7 +127,9 @@ def _count(results: int) -> str:
 SCHEMA_VERSION = 1
 
 
-def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dict[str, Any], exit_code: int) -> str:
+def comparison_document(
+    comparison: compare.Comparison, *, old: dict[str, Any], new: dict[str, Any], exit_code: int
+) -> str:
     """Return the JSON text; ``old`` and ``new`` identify the runs. docs/compare.md has what each key means."""
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -160,7 +149,7 @@ def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dic
     return f'{head},\n "changes": [\n{changes}\n ]\n}}\n'
 
 
-def _change(change: Change) -> dict[str, Any]:
+def _change(change: compare.Change) -> dict[str, Any]:
     judged = change.judged
     higher = None if judged is None else is_better_higher(judged)
     return {

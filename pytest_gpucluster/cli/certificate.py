@@ -19,21 +19,7 @@ from pytest_gpucluster.analysis.certificate import (
     seal_problems,
 )
 from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
-from pytest_gpucluster.cli.command import (
-    DONE,
-    NO_INPUT,
-    STDOUT,
-    Group,
-    argument,
-    command,
-    complain,
-    journal_argument,
-    option,
-    print_paragraph,
-    require_distinct,
-    require_new_file,
-    write_text,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import CertificateError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import plural, printable
@@ -48,20 +34,20 @@ _EXAMPLES = """\
     gpucluster certificate diff accepted.json accepted-after-repair.json
     """
 _EXIT_CODES = {
-    DONE: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
+    cli.DONE: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
     NOT_ACCEPTED: "the run was not accepted (then no certificate is written without --even-though-not-accepted); "
     "the certificate was changed, is not of this journal, or is of a run that was not accepted; the parts differ",
-    NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
+    cli.NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
 }
 
 
-@command(
-    journal_argument(),
-    option("--out FILE", "write the certificate here (default: standard output)"),
-    option("--by NAME", "author, for the certificate"),
-    option("--note TEXT", "a note, for the certificate"),
-    option("--force", "replace an existing file"),
-    option(
+@cli.command(
+    cli.journal_argument(),
+    cli.option("--out FILE", "write the certificate here (default: standard output)"),
+    cli.option("--by NAME", "author, for the certificate"),
+    cli.option("--note TEXT", "a note, for the certificate"),
+    cli.option("--force", "replace an existing file"),
+    cli.option(
         "--even-though-not-accepted",
         "write one of any run, such as a rejected delivery; it states that it accepts nothing, and why",
     ),
@@ -76,33 +62,35 @@ def _create(options: argparse.Namespace) -> int:
     SHA-256 over its JSON with sorted keys: print the digest, sign it, or send it to the other side.
     """
     path, out = locate(options.journal), options.out or "-"
-    require_distinct([("--out", out)], [path], "the journal itself")
-    require_new_file("--out", out, force=options.force)
+    cli.require_distinct([("--out", out)], [path], "the journal itself")
+    cli.require_new_file("--out", out, force=options.force)
     sha256, journal = journal_digest(path)
     content = certificate_content(journal, sha256=sha256)
     blockers = content["not_accepted_because"]
     if blockers and not options.even_though_not_accepted:
-        complain(f"{path}: not accepted, so there is no certificate of it:", NOT_ACCEPTED)
+        cli.complain(f"{path}: not accepted, so there is no certificate of it:", NOT_ACCEPTED)
         _print_list(blockers, sys.stderr)
-        return complain("--even-though-not-accepted writes one that states so", NOT_ACCEPTED)
+        return cli.complain("--even-though-not-accepted writes one that states so", NOT_ACCEPTED)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     text, digest = seal(content, at=now, by=options.by or "", note=options.note or "", version=__version__)
-    write_text(out, text)
+    cli.write_text(out, text)
     gpus = sum(len(node["gpus"]) for node in content["nodes"])
     verdict = "accepted" if not blockers else f"NOT ACCEPTED ({content['verdict']['word']})"
-    where = "" if out in STDOUT else f": {out}"
-    complain(f"{verdict}: {len(content['nodes'])} nodes, {gpus} GPUs, {len(content['tests'])} tests{where}", DONE)
-    complain(f"sha256 {digest}", DONE)
+    where = "" if out in cli.STDOUT else f": {out}"
+    cli.complain(
+        f"{verdict}: {len(content['nodes'])} nodes, {gpus} GPUs, {len(content['tests'])} tests{where}", cli.DONE
+    )
+    cli.complain(f"sha256 {digest}", cli.DONE)
     if content["missing"]:
-        complain("unknown, and listed in the certificate:", DONE)
+        cli.complain("unknown, and listed in the certificate:", cli.DONE)
         _print_list(content["missing"], sys.stderr)
-    return DONE
+    return cli.DONE
 
 
-@command(
-    argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`"),
-    option("--journal JOURNAL", "the run that it must match", type=Path),
-    option("--sha256 DIGEST", "its digest, as kept elsewhere"),
+@cli.command(
+    cli.argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`"),
+    cli.option("--journal JOURNAL", "the run that it must match", type=Path),
+    cli.option("--sha256 DIGEST", "its digest, as kept elsewhere"),
     help="check whether a certificate is intact",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -143,12 +131,12 @@ def _verify(options: argparse.Namespace) -> int:
     state = "intact, ACCEPTED" if document.is_accepted else "intact, but of a run that was NOT ACCEPTED"
     print(f"{state}: {name}\nsha256 {document.digest}")  # not wrapped: for copying
     _print_list(lines if document.is_accepted else [*lines, *content.not_accepted_because])
-    return DONE if document.is_accepted else NOT_ACCEPTED
+    return cli.DONE if document.is_accepted else NOT_ACCEPTED
 
 
-@command(
-    argument("old", metavar="OLD", type=Path, help="a certificate"),
-    argument("new", metavar="NEW", type=Path, help="a later one of the same nodes"),
+@cli.command(
+    cli.argument("old", metavar="OLD", type=Path, help="a certificate"),
+    cli.argument("new", metavar="NEW", type=Path, help="a later one of the same nodes"),
     help="compare the parts in two certificates",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -170,7 +158,7 @@ def _diff(options: argparse.Namespace) -> int:
     print(plural(len(found), "difference") if found else "the same parts")
     for line in judging_differences(old, new):
         _print_entry("note", f"judged differently: {line}")
-    return NOT_ACCEPTED if found else DONE
+    return NOT_ACCEPTED if found else cli.DONE
 
 
 def _print_list(lines: Sequence[str], stream: TextIO | None = None) -> None:
@@ -179,10 +167,10 @@ def _print_list(lines: Sequence[str], stream: TextIO | None = None) -> None:
 
 
 def _print_entry(label: str, text: str, stream: TextIO | None = None) -> None:
-    print_paragraph(text, first=f"{label} ", rest=" " * (len(label) + 1), stream=stream)
+    cli.print_paragraph(text, first=f"{label} ", rest=" " * (len(label) + 1), stream=stream)
 
 
-COMMAND = Group(
+COMMAND = cli.Group(
     description="Certify what was accepted: every part, value and limit, sealed by a digest.",
     commands={"create": _create, "verify": _verify, "diff": _diff},
 )

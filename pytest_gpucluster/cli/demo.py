@@ -17,16 +17,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from pytest_gpucluster import files
-from pytest_gpucluster.cli.command import (
-    NO_OUTPUT,
-    Argument,
-    CommandError,
-    command,
-    file_errors,
-    number,
-    option,
-    print_paragraph,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.cli.run import (
     AGENT,
     FORWARDED,
@@ -65,23 +56,23 @@ def _what(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("what", metavar="WHAT", help=f"{known}, another shape of these GPUs, or a YAML file")
 
 
-def _fault() -> Argument:
+def _fault() -> cli.Argument:
     words = {"gpu": "HOST/GPU", "port": "HOST/PORT", "host": "HOST", "cluster": "the cluster"}
     names = "; ".join(
         f"at {place}: {', '.join(name for name, kind in KINDS.items() if kind.where == where)}"
         for where, place in words.items()
     )
     text = f"a fault as NAME:PLACE, maybe with =AMOUNT, such as slow-gpu:gpu-01/3=10%% ({names})"
-    return option("--fault FAULT", text, action="append")
+    return cli.option("--fault FAULT", text, action="append")
 
 
-@command(
+@cli.command(
     _what,
     _fault(),
-    option("--profile PROFILE", "sizes and times", choices=("quick", "full", "soak"), default="quick"),
-    option("--seed N", "of all that is drawn (default: the description's)", type=number(0)),
-    option("--report-dir DIR", "for the reports", type=Path, default="gpucluster-report"),
-    option("--narrate", "explain each group of criteria before and after it, and where the culprit stands"),
+    cli.option("--profile PROFILE", "sizes and times", choices=("quick", "full", "soak"), default="quick"),
+    cli.option("--seed N", "of all that is drawn (default: the description's)", type=cli.number(0)),
+    cli.option("--report-dir DIR", "for the reports", type=Path, default="gpucluster-report"),
+    cli.option("--narrate", "explain each group of criteria before and after it, and where the culprit stands"),
     examples="""\
         gpucluster demo 2x8xH100
         gpucluster demo 2x8xH100 --fault slow-gpu:gpu-01/3=10% --narrate
@@ -113,9 +104,9 @@ def _demo(options: argparse.Namespace) -> int:
         # A fault at a place that it does not have is an error.
         cluster = cluster.with_faults([*cluster.faults.all, *map(parse, options.fault)])
     except OptionError as error:
-        raise CommandError(REFUSED, str(error)) from None
+        raise cli.CommandError(REFUSED, str(error)) from None
     folder = Path(os.path.abspath(options.report_dir))
-    with file_errors(NO_OUTPUT, f"--report-dir {options.report_dir}"):
+    with cli.file_errors(cli.NO_OUTPUT, f"--report-dir {options.report_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JUNIT).unlink(missing_ok=True)  # of an earlier run
         files.atomic_write(folder / DESCRIPTION, description(options, cluster.faults.all))
@@ -149,7 +140,7 @@ def _demo(options: argparse.Namespace) -> int:
         reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
         try:
             for line in culprit_lines(reports, cluster.faults.all) if options.narrate else ():
-                print_paragraph(line, first=">> ", rest=" " * 7, stream=sys.stderr)
+                cli.print_paragraph(line, first=">> ", rest=" " * 7, stream=sys.stderr)
         except (JournalError, OSError, ET.ParseError, KeyError) as error:
             print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
         print_next(directory, found.exit, SIMULATED)
@@ -233,12 +224,12 @@ def _start(
     environ = {"OMP_NUM_THREADS": "1", **of_torch, **os.environ, VARIABLE: str(notes)}
     environ["GPUCLUSTER_HOSTNAME"] = host
     environ["TMPDIR"] = str(folders[0])  # what a rank that was killed has left goes with it
-    command = [sys.executable, "-m", AGENT, f"--node-rank={rank}", *words]
+    program = [sys.executable, "-m", AGENT, f"--node-rank={rank}", *words]
     if rank == 0:
-        return server.start(command, cwd=Path.cwd(), env=environ, output=1, errors=2, token=token)
+        return server.start(program, cwd=Path.cwd(), env=environ, output=1, errors=2, token=token)
     with terminal.open("wb") as file:
         output = file.fileno()
-        return server.start(command, cwd=Path.cwd(), env=environ, output=output, errors=output, token=token)
+        return server.start(program, cwd=Path.cwd(), env=environ, output=output, errors=output, token=token)
 
 
 # ---- where the culprit stands ----------------------------------------------------------------------------------------

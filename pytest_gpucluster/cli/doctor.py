@@ -14,20 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.cli import run_hosts
-from pytest_gpucluster.cli.command import (
-    BROKEN_EXIT,
-    DONE,
-    NEGATIVE,
-    USAGE,
-    CommandError,
-    columns,
-    command,
-    load_limits,
-    one_of,
-    option,
-    write_text,
-)
 from pytest_gpucluster.cli.doctor_findings import (
     Facts,
     Forecast,
@@ -62,15 +50,15 @@ _RIGHTS = (
 """What `gpucluster sweep kubernetes`, the overlays and collect.sh do."""
 
 
-@command(
-    one_of(
-        option("--hosts FILE", "the run is started over ssh from here, on these nodes", type=Path),
-        option("--slurm", "the run is started by sbatch from here; without it in a job or on a node"),
-        option("--kubernetes", "the run is started by kubectl from here; without it in a pod"),
+@cli.command(
+    cli.one_of(
+        cli.option("--hosts FILE", "the run is started over ssh from here, on these nodes", type=Path),
+        cli.option("--slurm", "the run is started by sbatch from here; without it in a job or on a node"),
+        cli.option("--kubernetes", "the run is started by kubectl from here; without it in a pod"),
     ),
-    option("--partition NAME", "of Slurm"),
-    option("--namespace NAME", "of Kubernetes"),
-    option("--selector LABELS", "of Kubernetes' nodes, such as nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3"),
+    cli.option("--partition NAME", "of Slurm"),
+    cli.option("--namespace NAME", "of Kubernetes"),
+    cli.option("--selector LABELS", "of Kubernetes' nodes, such as nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3"),
     examples="""\
         gpucluster doctor -- acceptance/ --gpucluster-expect=1x8xH100
         gpucluster doctor --nnodes=2 --nproc-per-node=8 --master-addr=$HEAD --master-port=29500 -- acceptance/
@@ -79,10 +67,10 @@ _RIGHTS = (
         gpucluster doctor --hosts hosts --expect 8xH100 -- acceptance/
         """,
     codes={
-        DONE: "nothing was found that keeps the run from ACCEPTED; nothing was measured",
-        NEGATIVE: "ACCEPTED cannot be reached",
-        USAGE: "wrong usage, also of torchrun or pytest",
-        BROKEN_EXIT: "the tests cannot be collected",
+        cli.DONE: "nothing was found that keeps the run from ACCEPTED; nothing was measured",
+        cli.NEGATIVE: "ACCEPTED cannot be reached",
+        cli.USAGE: "wrong usage, also of torchrun or pytest",
+        cli.BROKEN_EXIT: "the tests cannot be collected",
     },
     usage="gpucluster doctor [options] [torchrun options] -- [pytest options]",
 )
@@ -97,8 +85,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
     facts = collect(options, os.environ)
     found = examine(facts)
-    write_text("-", render(facts, found, width=columns(60)))
-    return NEGATIVE if any(one.kind != "note" for one, _ in found) else DONE
+    cli.write_text("-", render(facts, found, width=cli.columns(60)))
+    return cli.NEGATIVE if any(one.kind != "note" for one, _ in found) else cli.DONE
 
 
 def collect(
@@ -145,7 +133,7 @@ def collect(
     return Facts(
         host=here,
         plan=plan,
-        limits=load_limits([Path(plan.thresholds)] if plan.thresholds else []),
+        limits=cli.load_limits([Path(plan.thresholds)] if plan.thresholds else []),
         elsewhere=elsewhere,
         rendezvous=rendezvous,
         unknown_names={one.name: why for one in hosts if (why := resolve(one.address)) is not None},
@@ -191,13 +179,13 @@ def _over_ssh(
 def _forecast(run: Callable[..., Output], arguments: Sequence[str], environ: Mapping[str, str]) -> Forecast:
     with tempfile.TemporaryDirectory(prefix="gpucluster-doctor-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "forecast.json"
-        command = [sys.executable, "-m", _FORECAST, str(file), *arguments]
-        output = run(command, _FORECAST_SECONDS, environ={**environ, VARIABLE: folder})
+        program = [sys.executable, "-m", _FORECAST, str(file), *arguments]
+        output = run(program, _FORECAST_SECONDS, environ={**environ, VARIABLE: folder})
         if output.code == 0 and file.exists():
             return codec.read(Forecast, json.loads(file.read_bytes()), "the forecast")
     text = "\n".join(line for line in (output.errors or output.text).splitlines() if line.strip())
-    code = USAGE if output.code == 4 else BROKEN_EXIT
-    raise CommandError(code, f"pytest cannot collect these tests: {clip(text, 2000) or output.why_not}")
+    code = cli.USAGE if output.code == 4 else cli.BROKEN_EXIT
+    raise cli.CommandError(code, f"pytest cannot collect these tests: {clip(text, 2000) or output.why_not}")
 
 
 def probe_port(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.command import NO_OUTPUT, CommandError, argument, command, file_errors
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.launch.suite import PACKAGE
 
 _LIMITS = """\
@@ -45,8 +45,8 @@ _ADAPTED = {
 """What needs a checkout -> what does without."""
 
 
-@command(
-    argument("what", f"any of {', '.join(FILES)}", nargs="+", choices=list(FILES), metavar="WHAT"),
+@cli.command(
+    cli.argument("what", f"any of {', '.join(FILES)}", nargs="+", choices=list(FILES), metavar="WHAT"),
     examples="""\
         gpucluster init limits slurm
         gpucluster init limits hosts gitlab
@@ -61,9 +61,11 @@ def _init(options: argparse.Namespace) -> int:
     """
     written = [found for what in dict.fromkeys(options.what) for found in _contents(what)]
     if there := [str(place) for place, _, _ in written if place.exists()]:
-        raise CommandError(NO_OUTPUT, f"nothing was written: {', '.join(there)} exists; move it, or leave it out")
+        raise cli.CommandError(
+            cli.NO_OUTPUT, f"nothing was written: {', '.join(there)} exists; move it, or leave it out"
+        )
     for place, text, mode in written:
-        with file_errors(NO_OUTPUT, str(place)):
+        with cli.file_errors(cli.NO_OUTPUT, str(place)):
             place.parent.mkdir(parents=True, exist_ok=True)
             with place.open("x", encoding="utf-8") as file:
                 file.write(text)

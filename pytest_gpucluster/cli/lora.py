@@ -13,23 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.benchmarks.lora import reference_curve
-from pytest_gpucluster.cli.command import (
-    DONE,
-    NO_INPUT,
-    NO_OUTPUT,
-    USAGE,
-    CommandError,
-    Group,
-    argument,
-    command,
-    complain,
-    file_errors,
-    number,
-    one_of,
-    option,
-    quantity,
-    require_distinct,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, WrongResult
 from pytest_gpucluster.journal import journal
 from pytest_gpucluster.journal.journal import JOURNAL_FILE
@@ -52,8 +36,8 @@ _EXAMPLES = """\
     gpucluster lora reference-curve run-1/curve.csv run-2/curve.csv --out reference.json
     """
 _EXIT_CODES = {
-    DONE: "done",
-    NO_INPUT: "the rows, model, adapter or curve cannot be used; the curves are of different experiments; "
+    cli.DONE: "done",
+    cli.NO_INPUT: "the rows, model, adapter or curve cannot be used; the curves are of different experiments; "
     "or a package is missing",
 }
 
@@ -65,15 +49,15 @@ def _sha256(text: str) -> str:
 
 
 _ROW_OPTIONS = (
-    option("--sha256 HEX", "required digest of the file of rows", type=_sha256),
-    option(
+    cli.option("--sha256 HEX", "required digest of the file of rows", type=_sha256),
+    cli.option(
         "--held-out PART",
         "the part of the conversations to hold out",
-        type=quantity("ratio", 0.0001, 0.9999),
+        type=cli.quantity("ratio", 0.0001, 0.9999),
         default="2%",
     ),
-    option("--seed N", "selects the held-out ones", type=int, default=0),
-    option(
+    cli.option("--seed N", "selects the held-out ones", type=int, default=0),
+    cli.option(
         "--rendering HOW",
         "glaive, or chat: by the chat template of the tokenizer (default: glaive, or that of packed blocks)",
         choices=("glaive", "chat"),
@@ -91,22 +75,22 @@ def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
         try:
             return run(options)
         except ImportError as error:
-            return complain(f"{error.name or error} is not installed; install it with {INSTALL}", NO_INPUT)
+            return cli.complain(f"{error.name or error} is not installed; install it with {INSTALL}", cli.NO_INPUT)
         except (EnvironmentBroken, WrongResult) as error:
-            return complain(str(error), NO_INPUT)
+            return cli.complain(str(error), cli.NO_INPUT)
 
     return guarded
 
 
-@command(
-    argument("source", metavar="SOURCE", help=_SOURCE),
-    one_of(
-        option("--model PATH", "take the tokenizer of this model: a folder or a hub name"),
-        option("--tiny", "train a tokenizer of 512 tokens on the rows: for rehearsals"),
+@cli.command(
+    cli.argument("source", metavar="SOURCE", help=_SOURCE),
+    cli.one_of(
+        cli.option("--model PATH", "take the tokenizer of this model: a folder or a hub name"),
+        cli.option("--tiny", "train a tokenizer of 512 tokens on the rows: for rehearsals"),
         required=True,
     ),
-    option("--sequence N", "positions of a block", type=number(), default=4096),
-    option("--out FILE", "write the blocks here, as safetensors", type=Path, required=True),
+    cli.option("--sequence N", "positions of a block", type=cli.number(), default=4096),
+    cli.option("--out FILE", "write the blocks here, as safetensors", type=Path, required=True),
     *_ROW_OPTIONS,
     help="pack rows into blocks of tokens",
     examples=_EXAMPLES,
@@ -125,8 +109,8 @@ def _prepare(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.is_dir() or not out.parent.is_dir():
         wrong = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        raise CommandError(NO_OUTPUT, f"--out {out}: {wrong}; name a file")
-    require_distinct([("--out", out)], [Path(options.source)], "the source itself")
+        raise cli.CommandError(cli.NO_OUTPUT, f"--out {out}: {wrong}; name a file")
+    cli.require_distinct([("--out", out)], [Path(options.source)], "the source itself")
     # Before any hub is asked. Then the tokenizer: it loads quickly, the rows do not.
     dataset.located(options.source)
     encoder = None if options.tiny else packing.tokenizer_for(options.model)
@@ -144,28 +128,30 @@ def _prepare(options: argparse.Namespace) -> int:
             rendering=options.rendering or "glaive",
         )
     except ValueError as error:
-        return complain(f"{options.source}: {error}", NO_INPUT)
-    with file_errors(NO_OUTPUT, f"--out {out}"):
+        return cli.complain(f"{options.source}: {error}", cli.NO_INPUT)
+    with cli.file_errors(cli.NO_OUTPUT, f"--out {out}"):
         packed_file.write(out, prepared)
     for line in loaded.malformed[:_MOST_EXAMPLES]:
-        complain(f"{options.source}: left out {one_line(line, _CHARACTERS)}", DONE)
+        cli.complain(f"{options.source}: left out {one_line(line, _CHARACTERS)}", cli.DONE)
     parts = {"train": asdict(prepared.train.statistics), "held_out": asdict(prepared.held_out.statistics)}
     print(json.dumps({"rows": len(loaded.rows), "malformed": len(loaded.malformed), **parts}, indent=2))
-    return complain(f"{len(prepared.train)} blocks for training, {len(prepared.held_out)} held out: {out}", DONE)
+    return cli.complain(
+        f"{len(prepared.train)} blocks for training, {len(prepared.held_out)} held out: {out}", cli.DONE
+    )
 
 
-@command(
-    argument("adapter", metavar="ADAPTER_FOLDER", type=Path, help="a saved adapter, such as final/"),
-    option(
+@cli.command(
+    cli.argument("adapter", metavar="ADAPTER_FOLDER", type=Path, help="a saved adapter, such as final/"),
+    cli.option(
         "--data SOURCE",
         f"the output of `lora prepare`; or {_SOURCE}, of which the same part is held out",
         required=True,
     ),
-    option("--base MODEL", "the base model: a folder or a hub name (default: that of the adapter)"),
-    option("--limit N", "the most answers to generate", type=number(), default=200),
-    option("--max-new-tokens N", "the longest answer, in tokens", type=number(), default=256),
-    option("--batch N", "prompts at a time", type=number(), default=8),
-    option("--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)"),
+    cli.option("--base MODEL", "the base model: a folder or a hub name (default: that of the adapter)"),
+    cli.option("--limit N", "the most answers to generate", type=cli.number(), default=200),
+    cli.option("--max-new-tokens N", "the longest answer, in tokens", type=cli.number(), default=256),
+    cli.option("--batch N", "prompts at a time", type=cli.number(), default=8),
+    cli.option("--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)"),
     *_ROW_OPTIONS,
     help="evaluate the function calls of a saved adapter",
     examples=_EXAMPLES,
@@ -185,11 +171,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     try:
         device = choose_device(options.device)
     except ValueError as error:
-        return complain(f"--device {options.device}: {error}", USAGE)
+        return cli.complain(f"--device {options.device}: {error}", cli.USAGE)
     try:
         held_out, rendering = _held_out(options)
     except ValueError as error:
-        return complain(f"--data {options.data}: {error}", NO_INPUT)
+        return cli.complain(f"--data {options.data}: {error}", cli.NO_INPUT)
     model, tokenizer, base = evaluation.load_adapter(options.adapter, device, base=options.base)
     score = evaluate(
         model,
@@ -203,9 +189,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     )
     if not score.answers:
         why = "; ".join(f"{count} times {reason}" for reason, count in score.skipped.items()) or "there are none"
-        return complain(f"--data {options.data}: no held-out conversation has an answer to generate: {why}", NO_INPUT)
+        return cli.complain(
+            f"--data {options.data}: no held-out conversation has an answer to generate: {why}", cli.NO_INPUT
+        )
     print(json.dumps(_as_json(score, options, base), indent=2))
-    return DONE
+    return cli.DONE
 
 
 def _held_out(options: argparse.Namespace) -> tuple[Sequence[Row], str]:
@@ -244,15 +232,15 @@ def _wrong_answer(answer: Answer) -> dict[str, Any]:
     return {"expected": {"name": due.name, "arguments": dict(due.arguments)}, "text": answer.text, "reason": reason}
 
 
-@command(
-    argument(
+@cli.command(
+    cli.argument(
         "curves",
         metavar="CURVE.csv",
         type=Path,
         nargs="+",
         help="a curve among the artifacts of a run, of a test that passed",
     ),
-    option("--out FILE", "write the reference curve here", type=Path, required=True),
+    cli.option("--out FILE", "write the reference curve here", type=Path, required=True),
     help="make a reference curve of the losses of one or more runs",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -263,20 +251,20 @@ def _reference_curve(options: argparse.Namespace) -> int:
     paths: list[Path] = options.curves
     twice = [path for path in paths if [each.resolve() for each in paths].count(path.resolve()) > 1]
     if twice:
-        raise CommandError(USAGE, f"{twice[0]} is given {len(twice)} times; a run counts once")
-    require_distinct([("--out", out)], paths, "one of the curves")
+        raise cli.CommandError(cli.USAGE, f"{twice[0]} is given {len(twice)} times; a run counts once")
+    cli.require_distinct([("--out", out)], paths, "one of the curves")
     try:
         curves = [read_csv(path) for path in paths]
         for path in paths:
             _require_passed(path)
-        with file_errors(NO_OUTPUT, f"--out {out}"):
+        with cli.file_errors(cli.NO_OUTPUT, f"--out {out}"):
             made = reference_curve.write(out, curves)
     except CurveError as error:
-        runs = "; ".join(f"run {number} is {path}" for number, path in enumerate(paths, start=1))
-        raise CommandError(NO_INPUT, f"{error} ({runs})") from error
+        runs = "; ".join(f"run {run} is {path}" for run, path in enumerate(paths, start=1))
+        raise cli.CommandError(cli.NO_INPUT, f"{error} ({runs})") from error
     losses = f"loss {made.loss[0]:.4g} to {made.loss[-1]:.4g}, band at most {max(made.band):.2g}"
     what = f"reference curve of {plural(made.runs, 'run')}, {len(made.steps)} steps"
-    return complain(f"{what}, {losses}: {out}", DONE)
+    return cli.complain(f"{what}, {losses}: {out}", cli.DONE)
 
 
 def _require_passed(curve: Path) -> None:
@@ -295,7 +283,7 @@ def _require_passed(curve: Path) -> None:
         raise CurveError(f"{curve}: its {what}; make the reference of a training that was accepted")
 
 
-COMMAND = Group(
+COMMAND = cli.Group(
     description="Prepare the data of the LoRA criteria, and work with the results of a training.",
     commands={"prepare": _prepare, "evaluate": _evaluate, "reference-curve": _reference_curve},
 )

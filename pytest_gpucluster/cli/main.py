@@ -11,17 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.command import (
-    BROKEN_EXIT,
-    DONE,
-    NO_INPUT,
-    NO_OUTPUT,
-    USAGE,
-    Command,
-    CommandError,
-    Group,
-    complain,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import CertificateError, EnvironmentBroken, JournalError, ThresholdsError, UsageProblem
 
 READER_GONE = 141
@@ -75,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return READER_GONE
     if sys.stdout is None:  # closed by the parent process: the output would be lost, and the exit code good
-        return complain("the standard output is closed", USAGE)
+        return cli.complain("the standard output is closed", cli.USAGE)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Characters that the locale lacks are printed as escapes, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -88,23 +78,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _STDOUT_FULL:
             raise
-        complain(f"the standard output cannot be written to: {error.strerror}", NO_OUTPUT)
+        cli.complain(f"the standard output cannot be written to: {error.strerror}", cli.NO_OUTPUT)
         _discard_stdout()
-        return NO_OUTPUT if code in (DONE, READER_GONE) else code
+        return cli.NO_OUTPUT if code in (cli.DONE, READER_GONE) else code
     return code
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
         code: int = options.run(options)
-    except CommandError as error:
-        return complain(str(error), error.code)
+    except cli.CommandError as error:
+        return cli.complain(str(error), error.code)
     except (JournalError, CertificateError, ThresholdsError) as error:
-        return complain(str(error), NO_INPUT)
+        return cli.complain(str(error), cli.NO_INPUT)
     except UsageProblem as error:
-        return complain(str(error), USAGE)
+        return cli.complain(str(error), cli.USAGE)
     except EnvironmentBroken as error:
-        return complain(str(error), BROKEN_EXIT)
+        return cli.complain(str(error), cli.BROKEN_EXIT)
     return code
 
 
@@ -140,7 +130,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         getattr(options, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help(sys.stderr)
-        raise SystemExit(USAGE)
+        raise SystemExit(cli.USAGE)
     options.forwarded = forwarded
     return options
 
@@ -150,7 +140,7 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def load(module: str) -> Command | Group:
+def load(module: str) -> cli.Command | cli.Group:
     """Return the command or group of a module of ``cli``."""
-    found: Command | Group = importlib.import_module(f"pytest_gpucluster.cli.{module}").COMMAND
+    found: cli.Command | cli.Group = importlib.import_module(f"pytest_gpucluster.cli.{module}").COMMAND
     return found

@@ -11,25 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster.analysis.output import json_document
-from pytest_gpucluster.cli.command import (
-    DONE,
-    JSON,
-    NEGATIVE,
-    NO_INPUT,
-    NO_OUTPUT,
-    UNDECIDED,
-    USAGE,
-    CommandError,
-    Group,
-    argument,
-    columns,
-    command,
-    complain,
-    file_errors,
-    option,
-    write_outputs,
-    write_text,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.text import paragraph, plural, printable
 
@@ -42,8 +24,8 @@ _LEAST_COLUMNS = 72
 """Of a table of GPUs without truncated numbers."""
 
 
-@command(
-    argument(
+@cli.command(
+    cli.argument(
         "view",
         metavar="VIEW",
         nargs="?",
@@ -52,14 +34,14 @@ _LEAST_COLUMNS = 72
         help="summary: a few lines on each part (default); gpu: driver stack, each GPU, topology; ib: InfiniBand and "
         "RoCE ports, network interfaces; cpu: system, CPUs, NUMA nodes, memory and limits; all: everything",
     ),
-    option("--json", "as one JSON object; docs/nodes.md lists its keys"),
+    cli.option("--json", "as one JSON object; docs/nodes.md lists its keys"),
     help="CPUs, GPUs, topology, ports and driver stack of this node",
     examples="""\
                 gpucluster node info
                 gpucluster node info gpu
                 gpucluster node info all --json > node.json
                 """,
-    codes={DONE: "printed, even if parts are not available"},
+    codes={cli.DONE: "printed, even if parts are not available"},
 )
 def _info(options: argparse.Namespace) -> int:
     """Print what this node has: CPUs, NUMA nodes, memory, GPUs and their topology, NVLink, InfiniBand, driver stack,
@@ -70,24 +52,24 @@ def _info(options: argparse.Namespace) -> int:
     from pytest_gpucluster.node.info_text import render_info
 
     info = collect_info(options.view, Sources())
-    write_text("-", json_document(info) if options.json else render_info(info, width=columns(_LEAST_COLUMNS)))
-    return DONE
+    cli.write_text("-", json_document(info) if options.json else render_info(info, width=cli.columns(_LEAST_COLUMNS)))
+    return cli.DONE
 
 
-@command(
-    argument("folder", metavar="FOLDER", type=Path, help="with a file NODE.json for each node"),
-    option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
-    JSON,
+@cli.command(
+    cli.argument("folder", metavar="FOLDER", type=Path, help="with a file NODE.json for each node"),
+    cli.option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
+    cli.JSON,
     help="differences between many nodes, from the info of each",
     examples="""\
                 gpucluster node diff gpucluster-report/discover-4711/nodes
                 gpucluster node diff answers/ --nodes 'gpu-[001-064]' --json nodes.json
                 """,
     codes={
-        DONE: "all nodes answered, and are equal",
-        NEGATIVE: "they differ",
-        NO_INPUT: "the folder cannot be read, or no node answered",
-        UNDECIDED: "those that answered are equal, but some did not, or there is only one",
+        cli.DONE: "all nodes answered, and are equal",
+        cli.NEGATIVE: "they differ",
+        cli.NO_INPUT: "the folder cannot be read, or no node answered",
+        cli.UNDECIDED: "those that answered are equal, but some did not, or there is only one",
     },
 )
 def _diff(options: argparse.Namespace) -> int:
@@ -100,22 +82,22 @@ def _diff(options: argparse.Namespace) -> int:
 
     try:
         expected = expand_hostlist(options.nodes) if options.nodes is not None else []
-        with file_errors(NO_INPUT, str(options.folder)):
+        with cli.file_errors(cli.NO_INPUT, str(options.folder)):
             found = diff.read_answers(options.folder, expected)
     except LaunchError as error:
-        raise CommandError(USAGE, f"--nodes: {error}") from error
+        raise cli.CommandError(cli.USAGE, f"--nodes: {error}") from error
     compared = diff.compare_nodes(found.nodes)
-    code = DONE if all(fact.alike for fact in compared) else NEGATIVE
-    if code == DONE and (found.missing or (len(found.nodes) < 2 and len(expected) != 1)):
-        code = UNDECIDED
+    code = cli.DONE if all(fact.alike for fact in compared) else cli.NEGATIVE
+    if code == cli.DONE and (found.missing or (len(found.nodes) < 2 and len(expected) != 1)):
+        code = cli.UNDECIDED
     if not found.nodes:
-        code = NO_INPUT
-    write_outputs(
-        lambda: diff.diff_table(found, compared, width=columns(60)),
+        code = cli.NO_INPUT
+    cli.write_outputs(
+        lambda: diff.diff_table(found, compared, width=cli.columns(60)),
         ("--json", options.json, lambda: diff.diff_document(found, compared, exit_code=code)),
     )
     if not found.nodes:
-        complain(f"{options.folder}: no node answered: NODE.json, of `gpucluster node info all --json`", code)
+        cli.complain(f"{options.folder}: no node answered: NODE.json, of `gpucluster node info all --json`", code)
     return code
 
 
@@ -124,14 +106,14 @@ SCHEMA_VERSION = 1
 _FORMATS = ("text", "shell", "json")
 
 
-@command(
-    option(
+@cli.command(
+    cli.option(
         "--format FORMAT",
         "text: for people (default); shell: lines for eval or source; json: everything; docs/network.md has its keys",
         choices=_FORMATS,
         default="text",
     ),
-    option("--check", "exit with 1 for a difference, 3 for something unknown"),
+    cli.option("--check", "exit with 1 for a difference, 3 for something unknown"),
     help="which of NCCL's variables this node needs, and which are harmful",
     examples="""\
                 gpucluster node nccl-env
@@ -139,8 +121,8 @@ _FORMATS = ("text", "shell", "json")
                 srun --ntasks-per-node=1 gpucluster node nccl-env --check
                 """,
     codes={
-        DONE: "printed; with --check: the variables are as advised",
-        NEGATIVE: "with --check: a variable should be set, or is set and harmful",
+        cli.DONE: "printed; with --check: the variables are as advised",
+        cli.NEGATIVE: "with --check: a variable should be set, or is set and harmful",
         UNKNOWN: "with --check: neither, but something is unknown",
     },
 )
@@ -157,14 +139,14 @@ def _nccl_env(options: argparse.Namespace) -> int:
     facts = collect_facts(Sources())
     advice = advise(facts)
     if options.format == "json":
-        write_text("-", json_document(_advice_document(facts, advice)))
+        cli.write_text("-", json_document(_advice_document(facts, advice)))
     elif options.format == "text":
-        write_text("-", render_advice(facts, advice, width=columns(60)))
+        cli.write_text("-", render_advice(facts, advice, width=cli.columns(60)))
     else:
-        write_text("-", shell_lines(facts, advice))
+        cli.write_text("-", shell_lines(facts, advice))
     if not options.check:
-        return DONE
-    return NEGATIVE if advice.differs else UNKNOWN if advice.unknown else DONE
+        return cli.DONE
+    return cli.NEGATIVE if advice.differs else UNKNOWN if advice.unknown else cli.DONE
 
 
 def _advice_document(facts: Facts, advice: NcclAdvice) -> dict[str, object]:
@@ -196,9 +178,9 @@ _NOT_TEXT = {
 """First bytes of logs that are not text -> the command that converts them."""
 
 
-@command(
-    argument("file", metavar="FILE", type=Path, nargs="?", help="default: standard input, which is also -"),
-    option("--host", "read this host's log of this boot instead"),
+@cli.command(
+    cli.argument("file", metavar="FILE", type=Path, nargs="?", help="default: standard input, which is also -"),
+    cli.option("--host", "read this host's log of this boot instead"),
     help="errors of GPUs and NVSwitches in a kernel log, with actions",
     examples="""\
                 gpucluster node kernel-log --host
@@ -207,9 +189,9 @@ _NOT_TEXT = {
                 journalctl -k -b --no-pager | gpucluster node kernel-log
                 """,
     codes={
-        DONE: "no report demands action on a GPU, an NVLink or the node",
-        NEGATIVE: "one does",
-        NO_INPUT: "the log cannot be read, is empty, or is not text; 1 if a report before that demands action",
+        cli.DONE: "no report demands action on a GPU, an NVLink or the node",
+        cli.NEGATIVE: "one does",
+        cli.NO_INPUT: "the log cannot be read, is empty, or is not text; 1 if a report before that demands action",
     },
 )
 def _kernel_log(options: argparse.Namespace) -> int:
@@ -229,7 +211,7 @@ def _kernel_log(options: argparse.Namespace) -> int:
     name = "the kernel log of this host" if options.host else "the standard input" if file == Path("-") else str(file)
     lines = reports = demanding = 0
     try:
-        with file_errors(NO_INPUT, name):
+        with cli.file_errors(cli.NO_INPUT, name):
             for line in _host_lines(name) if options.host else _file_lines(file, name):
                 lines += 1
                 for report in parse([line]):
@@ -240,13 +222,13 @@ def _kernel_log(options: argparse.Namespace) -> int:
                     place = f"{report.pci or 'PCI ?'} {report.name}"
                     print(printable(f"{place}: {entry.meaning}; action: {entry.advice}{message}"))
         if not lines:
-            raise CommandError(NO_INPUT, f"{name}: it is empty")
-    except CommandError as error:
-        complain(str(error), error.code)
-        return NEGATIVE if demanding else error.code
+            raise cli.CommandError(cli.NO_INPUT, f"{name}: it is empty")
+    except cli.CommandError as error:
+        cli.complain(str(error), error.code)
+        return cli.NEGATIVE if demanding else error.code
     found = f"{demanding} of {plural(reports, 'report')} in {plural(lines, 'line')}"
     print(f"{found} {'demands' if demanding == 1 else 'demand'} action on a GPU, an NVLink or the node")
-    return NEGATIVE if demanding else DONE
+    return cli.NEGATIVE if demanding else cli.DONE
 
 
 def _host_lines(name: str) -> Iterator[str]:
@@ -254,38 +236,38 @@ def _host_lines(name: str) -> Iterator[str]:
 
     log = kernel_log.read()
     if log.why_not:
-        raise CommandError(NO_INPUT, f"{name}: {log.why_not}")
+        raise cli.CommandError(cli.NO_INPUT, f"{name}: {log.why_not}")
     if log.lost_records:
-        complain(f"{log.source} begins late: {log.lost_records} older records are overwritten", DONE)
+        cli.complain(f"{log.source} begins late: {log.lost_records} older records are overwritten", cli.DONE)
     yield from log.lines
 
 
 def _file_lines(file: Path, name: str) -> Iterator[str]:
     if file == Path("-") and sys.stdin is None:
-        raise CommandError(NO_INPUT, "the standard input is closed")
+        raise cli.CommandError(cli.NO_INPUT, "the standard input is closed")
     with sys.stdin.buffer if file == Path("-") else file.open("rb") as stream:
         line = stream.readline(_LINE_BYTES)
-        for magic, command in _NOT_TEXT.items():
+        for magic, converter in _NOT_TEXT.items():
             if line.startswith(magic):
-                hint = f"`{command} | gpucluster node kernel-log`"
-                raise CommandError(NO_INPUT, f"{name}: not a text file: {hint}")
+                hint = f"`{converter} | gpucluster node kernel-log`"
+                raise cli.CommandError(cli.NO_INPUT, f"{name}: not a text file: {hint}")
         while line:
             yield line.decode("utf-8", "replace")
             line = stream.readline(_LINE_BYTES)
 
 
-@command(
-    option("--device DEVICE", "cuda, or cpu to rehearse", choices=("cuda", "cpu"), default="cuda"),
-    option("--all-gpus", "all visible GPUs at the same time, and not the first one alone"),
-    option("--out FILE", "the archive (default: gpucluster-selftest-TIME.tar.gz, here)", type=Path),
-    option("--save-fixture", "in a checkout: keep its content below tests/data/selftest, for the tests"),
+@cli.command(
+    cli.option("--device DEVICE", "cuda, or cpu to rehearse", choices=("cuda", "cpu"), default="cuda"),
+    cli.option("--all-gpus", "all visible GPUs at the same time, and not the first one alone"),
+    cli.option("--out FILE", "the archive (default: gpucluster-selftest-TIME.tar.gz, here)", type=Path),
+    cli.option("--save-fixture", "in a checkout: keep its content below tests/data/selftest, for the tests"),
     help="try GPUs, driver, torch and NCCL in 3 minutes: run it first on new hardware",
     examples="""\
                 gpucluster node selftest
                 gpucluster node selftest --all-gpus --out node-17.tar.gz
                 gpucluster node selftest --device cpu
                 """,
-    codes={DONE: "no line is WRONG", NEGATIVE: "a line is WRONG"},
+    codes={cli.DONE: "no line is WRONG", cli.NEGATIVE: "a line is WRONG"},
 )
 def _selftest(options: argparse.Namespace) -> int:
     """Try on this node what pytest-gpucluster assumes of GPUs, driver, torch and NCCL: names, clocks, rates, memory,
@@ -300,27 +282,29 @@ def _selftest(options: argparse.Namespace) -> int:
     if options.save_fixture and not fixtures.parent.is_dir():
         options.refuse("--save-fixture: this is no checkout")
     test = SelfTest(
-        options.device, every_gpu=options.all_gpus, say=lambda line: write_text("-", f"{render(line, columns(60))}\n")
+        options.device,
+        every_gpu=options.all_gpus,
+        say=lambda line: cli.write_text("-", f"{render(line, cli.columns(60))}\n"),
     )
     out = options.out or Path(
         f"gpucluster-selftest-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}.tar.gz"
     )
-    with file_errors(NO_OUTPUT, str(out)):
+    with cli.file_errors(cli.NO_OUTPUT, str(out)):
         tempfile.TemporaryFile(dir=out.parent).close()  # refused now, and not after three minutes
     report, files = test.run()
-    with file_errors(NO_OUTPUT, str(out)):
+    with cli.file_errors(cli.NO_OUTPUT, str(out)):
         write_archive(out, files)
         was_tried = any(line.what == "versions" for line in report.lines)
         for name, text in files.items() if options.save_fixture and was_tried else ():
             folder = fixtures / report.name
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
-    summary = "\n".join(paragraph(report.summary(), columns(60)))
-    write_text("-", f"{summary}\narchive: {out}\n")
-    return NEGATIVE if report.is_wrong else DONE
+    summary = "\n".join(paragraph(report.summary(), cli.columns(60)))
+    cli.write_text("-", f"{summary}\narchive: {out}\n")
+    return cli.NEGATIVE if report.is_wrong else cli.DONE
 
 
-COMMAND = Group(
+COMMAND = cli.Group(
     description="Inspect nodes. Only selftest measures, and needs a GPU.",
     commands={
         "selftest": _selftest,

@@ -7,21 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from pytest_gpucluster.cli.command import (
-    DONE,
-    NO_OUTPUT,
-    STDOUT,
-    UNREADABLE,
-    CommandError,
-    columns,
-    command,
-    complain,
-    journal_argument,
-    option,
-    read_journal,
-    require_distinct,
-    write_text,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.registry import FILES, existing_files, render
@@ -36,11 +22,11 @@ _KINDS = {
 }
 
 
-@command(
-    journal_argument(),
-    *(option(f"--{kind} OUT", what) for kind, what in _KINDS.items()),
-    option("--text OUT", "text (default OUT: standard output)", nargs="?", const="-"),
-    option("--all DIR", f"all of them in a folder: {', '.join(FILES.values())}"),
+@cli.command(
+    cli.journal_argument(),
+    *(cli.option(f"--{kind} OUT", what) for kind, what in _KINDS.items()),
+    cli.option("--text OUT", "text (default OUT: standard output)", nargs="?", const="-"),
+    cli.option("--all DIR", f"all of them in a folder: {', '.join(FILES.values())}"),
     lambda parser: parser.add_argument("-v", "--verbose", action="count", default=0, help="text: every measurement"),
     lambda parser: parser.add_argument("-q", "--quiet", action="count", default=0, help="text: only problems"),
     examples="""\
@@ -52,9 +38,9 @@ _KINDS = {
         gpucluster report gpucluster-report/20260102-030405/journal.jsonl --junitxml -
         """,
     codes={
-        **UNREADABLE,
-        DONE: "done, whatever the verdict of the run",
-        NO_OUTPUT: "an output cannot be rendered or written",
+        **cli.UNREADABLE,
+        cli.DONE: "done, whatever the verdict of the run",
+        cli.NO_OUTPUT: "an output cannot be rendered or written",
     },
 )
 def _report(options: argparse.Namespace) -> int:
@@ -65,26 +51,26 @@ def _report(options: argparse.Namespace) -> int:
     standard output.
     """
     requested = _requested(options)
-    path, journal = read_journal(options.journal)
-    require_distinct([(f"--{kind}", out) for kind, out in requested], [path], "the journal itself")
-    code, written = DONE, []
+    path, journal = cli.read_journal(options.journal)
+    cli.require_distinct([(f"--{kind}", out) for kind, out in requested], [path], "the journal itself")
+    code, written = cli.DONE, []
     for kind, out in requested:
         try:
             document = _render(kind, out, journal, path.parent, options)
         except Exception as error:  # the other reports are rendered all the same
-            code = complain(f"--{kind} {out}: cannot be rendered: {type(error).__name__}: {error}", NO_OUTPUT)
+            code = cli.complain(f"--{kind} {out}: cannot be rendered: {type(error).__name__}: {error}", cli.NO_OUTPUT)
             continue
         try:
-            write_text(out, document, f"--{kind}")
-        except CommandError as error:
-            code = complain(str(error), error.code)
+            cli.write_text(out, document, f"--{kind}")
+        except cli.CommandError as error:
+            code = cli.complain(str(error), error.code)
             continue
-        if not (kind == "text" and out in STDOUT):  # which includes the headline
-            written.append("the standard output" if out in STDOUT else out)
+        if not (kind == "text" and out in cli.STDOUT):  # which includes the headline
+            written.append("the standard output" if out in cli.STDOUT else out)
     if written:
         reason = one_line(journal.reason, MESSAGE_CHARACTERS)
         headline = f"{marked(journal.verdict, journal.run.kind)}{f' ({reason})' if reason else ''}"
-        complain(f"{headline}: {', '.join(written)}", DONE)
+        cli.complain(f"{headline}: {', '.join(written)}", cli.DONE)
     return code
 
 
@@ -99,16 +85,16 @@ def _render(kind: str, out: str, journal: Journal, folder: Path, options: argpar
     if kind == "text":
         from pytest_gpucluster.reports import terminal
 
-        is_terminal = out in STDOUT and sys.stdout.isatty()
+        is_terminal = out in cli.STDOUT and sys.stdout.isatty()
         return terminal.render(
             journal,
-            width=columns(),
+            width=cli.columns(),
             verbosity=options.verbose - options.quiet,
             colour=is_terminal and "NO_COLOR" not in os.environ,
             # A text in a file must not name paths of this machine.
-            reports=existing_files(folder) if out in STDOUT else (),
+            reports=existing_files(folder) if out in cli.STDOUT else (),
         )
-    page_folder = None if out in STDOUT else Path(os.path.realpath(out)).parent
+    page_folder = None if out in cli.STDOUT else Path(os.path.realpath(out)).parent
     return render(kind, journal, folder=folder, page_folder=page_folder)
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from pytest_gpucluster.cli.command import USAGE, CommandError, columns, command
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote, read_begin_note, read_exit_notes
 from pytest_gpucluster.launch.forks import Forked
@@ -47,7 +47,7 @@ _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
 
-@command(
+@cli.command(
     examples="""\
         gpucluster run -- --gpucluster-device=cpu
         gpucluster run -- --gpucluster-expect=1x8xH100 --junitxml=report.xml
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
     # torchrun would retry for minutes. DNS knows a pod's name only some time after its address.
     why = why_unknown(place[1], may_come="KUBERNETES_SERVICE_HOST" in os.environ) if place is not None else None
     if place is not None and why is not None:
-        raise CommandError(USAGE, f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}")
+        raise cli.CommandError(cli.USAGE, f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}")
     with tempfile.TemporaryDirectory(prefix="gpucluster-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         forwarder = SignalForwarder()
@@ -172,7 +172,7 @@ def print_line(line: str, *, is_fitted: bool = False) -> None:
     """Print a line of this command below what the ranks have printed; ``is_fitted``: cut to the terminal's width."""
     with suppress(OSError):  # standard error is closed; the exit code is the result all the same
         if is_fitted and sys.stderr.isatty():
-            line = one_line(line, columns() - len("gpucluster: "))
+            line = one_line(line, cli.columns() - len("gpucluster: "))
         print(f"gpucluster: {printable(line)}", file=sys.stderr, flush=True)
 
 

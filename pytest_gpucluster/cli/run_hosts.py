@@ -14,19 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pytest_gpucluster import __version__, files
-from pytest_gpucluster.cli.command import (
-    DONE,
-    NO_OUTPUT,
-    USAGE,
-    Argument,
-    CommandError,
-    command,
-    file_errors,
-    number,
-    option,
-    port_number,
-    seconds,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import read
@@ -50,34 +38,34 @@ from pytest_gpucluster.text import printable
 NOT_READY, UNREACHABLE = 11, 12
 
 
-def access_arguments(name: str = "hosts") -> tuple[Argument, ...]:
+def access_arguments(name: str = "hosts") -> tuple[cli.Argument, ...]:
     """Return the arguments that select nodes, and how they are reached."""
     return (
         lambda parser: setattr(
             parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file"), "required", True
         ),
-        option("--nodes HOSTLIST", "only these of the file, such as 'gpu-[003,007]'"),
-        option("--exclude HOSTLIST", "not these; or the path of an exclude.txt"),
-        option("--directory DIR", "the folder of the suite on the nodes (default: the path of this one)"),
-        option(
+        cli.option("--nodes HOSTLIST", "only these of the file, such as 'gpu-[003,007]'"),
+        cli.option("--exclude HOSTLIST", "not these; or the path of an exclude.txt"),
+        cli.option("--directory DIR", "the folder of the suite on the nodes (default: the path of this one)"),
+        cli.option(
             "--node-report-dir DIR", "for the reports on the nodes, until they are copied", default="gpucluster-report"
         ),
-        option(
+        cli.option(
             "--env NAME[=VALUE]",
             "a variable for the nodes, in addition to GPUCLUSTER_* and PYTEST_ADDOPTS",
             action="append",
         ),
-        option(
+        cli.option(
             "--ssh OPTION", "an option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new", action="append"
         ),
-        option("--connect-within TIME", "deadline for connecting to a node", type=seconds, default="10 s"),
-        option("--answer-within TIME", "deadline for a node's first answer", type=seconds, default="60 s"),
+        cli.option("--connect-within TIME", "deadline for connecting to a node", type=cli.seconds, default="10 s"),
+        cli.option("--answer-within TIME", "deadline for a node's first answer", type=cli.seconds, default="60 s"),
     )
 
 
-def expect(*, required: bool = False) -> Argument:
+def expect(*, required: bool = False) -> cli.Argument:
     """Return ``--expect``."""
-    return option("--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
+    return cli.option("--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
 
 
 def select_nodes(options: argparse.Namespace) -> tuple[tuple[Host, ...], Access]:
@@ -111,15 +99,15 @@ def unique_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
-@command(
-    option("--check", "only check whether the nodes are ready"),
+@cli.command(
+    cli.option("--check", "only check whether the nodes are ready"),
     expect(),
-    option("--nproc-per-node N", "ranks on each node (default: one per GPU)", type=number(1, 1024)),
-    option("--master-addr ADDRESS", "rendezvous address (default: the first node's)"),
-    option("--port PORT", "rendezvous port on the first node (default: any)", type=port_number, default=0),
-    option("--within TIME", "deadline for the run", type=seconds, default="24 h"),
-    option("--report-dir DIR", "for the folder of each run, here", type=Path, default=Path("gpucluster-ssh")),
-    option("--python PATH", "python on the nodes (default: the path of this one)"),
+    cli.option("--nproc-per-node N", "ranks on each node (default: one per GPU)", type=cli.number(1, 1024)),
+    cli.option("--master-addr ADDRESS", "rendezvous address (default: the first node's)"),
+    cli.option("--port PORT", "rendezvous port on the first node (default: any)", type=cli.port_number, default=0),
+    cli.option("--within TIME", "deadline for the run", type=cli.seconds, default="24 h"),
+    cli.option("--report-dir DIR", "for the folder of each run, here", type=Path, default=Path("gpucluster-ssh")),
+    cli.option("--python PATH", "python on the nodes (default: the path of this one)"),
     *access_arguments("--hosts"),
     examples="""\
         gpucluster run --hosts hosts --check
@@ -153,7 +141,7 @@ def _run_hosts(options: argparse.Namespace) -> int:
     signals = Signals()
     with (
         handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signals.handle),
-        file_errors(NO_OUTPUT, "reports of the nodes cannot be written"),
+        cli.file_errors(cli.NO_OUTPUT, "reports of the nodes cannot be written"),
     ):
         return _run(options, signals)
 
@@ -175,9 +163,9 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     )
     checks = _check(plan, signals)
     if signals.numbers:
-        raise CommandError(USAGE, f"interrupted ({signals.name}) before anything was started")
+        raise cli.CommandError(cli.USAGE, f"interrupted ({signals.name}) before anything was started")
     states = {check.state for check in checks}
-    code = NOT_READY if preflight.NOT_READY in states else UNREACHABLE if preflight.NO_ANSWER in states else DONE
+    code = NOT_READY if preflight.NOT_READY in states else UNREACHABLE if preflight.NO_ANSWER in states else cli.DONE
     if options.check or code:
         print(preflight_table(checks))
     if options.check:
@@ -185,7 +173,7 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
         return code
     if code:
         hint = "; --exclude runs without them" if code == UNREACHABLE else ""
-        raise CommandError(code, f"nothing was run: {readiness_text(checks)}{hint}")
+        raise cli.CommandError(code, f"nothing was run: {readiness_text(checks)}{hint}")
     if access.environ:
         show(f"forwarded to the nodes: {', '.join(sorted(access.environ))}", True)
     return _run_plan(plan, options, signals)

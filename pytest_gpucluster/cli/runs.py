@@ -19,33 +19,7 @@ from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.nccl_tests import PROGRAMS, Output, read_table
 from pytest_gpucluster.analysis.output import as_page, as_text
 from pytest_gpucluster.analysis.run_view import RunView, without_samples
-from pytest_gpucluster.cli.command import (
-    DONE,
-    HTML,
-    JOURNAL_HELP,
-    JSON,
-    NEGATIVE,
-    NO_INPUT,
-    NO_OUTPUT,
-    STDOUT,
-    UNDECIDED,
-    UNREADABLE,
-    USAGE,
-    CommandError,
-    Group,
-    argument,
-    columns,
-    command,
-    complain,
-    file_errors,
-    journal_argument,
-    option,
-    percentage,
-    read_journal,
-    require_distinct,
-    write_outputs,
-    write_text,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import LaunchError, OutputError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
@@ -58,20 +32,20 @@ from pytest_gpucluster.text import one_line, paragraph, printable
 _INDENT = 8
 _UNREADABLE = 6
 """Exit code: an output of nccl-tests cannot be read."""
-_CODES = {True: DONE, False: NEGATIVE, None: UNDECIDED}
+_CODES = {True: cli.DONE, False: cli.NEGATIVE, None: cli.UNDECIDED}
 """Whether a result is good, None for undecided -> exit code."""
 
 
-@command(
-    journal_argument("old", help="the baseline: a journal.jsonl, or the folder of a run"),
-    journal_argument("new", help="the run to compare with it"),
-    option(
-        "--fail PERCENT", "how much worse a value may be, in percent of the baseline", type=percentage, default="3%"
+@cli.command(
+    cli.journal_argument("old", help="the baseline: a journal.jsonl, or the folder of a run"),
+    cli.journal_argument("new", help="the run to compare with it"),
+    cli.option(
+        "--fail PERCENT", "how much worse a value may be, in percent of the baseline", type=cli.percentage, default="3%"
     ),
-    option("--partial", "values that only one run has are reported, but do not end with 5"),
-    option("--all", "show every metric, also unchanged ones"),
-    JSON,
-    HTML,
+    cli.option("--partial", "values that only one run has are reported, but do not end with 5"),
+    cli.option("--all", "show every metric, also unchanged ones"),
+    cli.JSON,
+    cli.HTML,
     help="changes from one run to another",
     examples="""\
                 gpucluster runs compare reports/before-the-driver-update gpucluster-report/latest
@@ -79,10 +53,10 @@ _CODES = {True: DONE, False: NEGATIVE, None: UNDECIDED}
                 gpucluster runs compare old/journal.jsonl new/journal.jsonl --partial --json - | jq .answer
                 """,
     codes={
-        **UNREADABLE,
-        DONE: "no regression, and everything that decides was compared",
-        NEGATIVE: "a regression",
-        UNDECIDED: "undecided: the runs are not comparable (another SKU, a rehearsal and a run on GPUs, "
+        **cli.UNREADABLE,
+        cli.DONE: "no regression, and everything that decides was compared",
+        cli.NEGATIVE: "a regression",
+        cli.UNDECIDED: "undecided: the runs are not comparable (another SKU, a rehearsal and a run on GPUs, "
         "...), or there is no regression, but not everything could be compared",
     },
 )
@@ -94,8 +68,8 @@ def _compare(options: argparse.Namespace) -> int:
     """
     (old_path, old, old_journal), (new_path, new, new_journal) = _view(options.old), _view(options.new)
     if filecmp.cmp(old_path, new_path, shallow=False):
-        raise CommandError(USAGE, f"{old_path} and {new_path} are the same run; name two runs")
-    require_distinct([("--json", options.json), ("--html", options.html)], [old_path, new_path])
+        raise cli.CommandError(cli.USAGE, f"{old_path} and {new_path} are the same run; name two runs")
+    cli.require_distinct([("--json", options.json), ("--html", options.html)], [old_path, new_path])
     found = compare.compare_runs(old, new, allowed=options.fail, partial=options.partial)
     is_good = {compare.REGRESSION: False, compare.NO_REGRESSION: True}.get(found.answer)
     code = _CODES[is_good]
@@ -109,8 +83,8 @@ def _compare(options: argparse.Namespace) -> int:
         )
     )
     heading = marked(found.answer, new_journal.run.kind)
-    write_outputs(
-        lambda: "\n".join([*_head(described, columns()), "", as_text(blocks, columns())]),
+    cli.write_outputs(
+        lambda: "\n".join([*_head(described, cli.columns()), "", as_text(blocks, cli.columns())]),
         (
             "--json",
             options.json,
@@ -123,7 +97,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _view(path: Path) -> tuple[Path, RunView, Journal]:
     """Return a run's journal file, its view for the comparison, and its journal without results."""
-    path, journal = read_journal(path, keep_samples=True, slim=without_samples)
+    path, journal = cli.read_journal(path, keep_samples=True, slim=without_samples)
     return path, RunView.of(journal), replace(journal, results=())
 
 
@@ -151,9 +125,9 @@ def _head(described: list[dict[str, Any]], width: int) -> Iterator[str]:
         yield " " * _INDENT + printable(run["journal"])
 
 
-@command(
-    argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP),
-    option(
+@cli.command(
+    cli.argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=cli.JOURNAL_HELP),
+    cli.option(
         "--out PATH",
         "the merged journal: a folder, for its journal.jsonl, or a file whose name ends in .jsonl; never replaced",
         type=Path,
@@ -166,10 +140,10 @@ def _head(described: list[dict[str, Any]], width: int) -> Iterator[str]:
                 gpucluster verdict merged.jsonl
                 """,
     codes={
-        DONE: "merged, whatever the verdict: `gpucluster verdict` ends with its exit code",
-        USAGE: "wrong usage; also: the runs are not in order, or not of one cluster and one set of limits",
-        NO_INPUT: "a journal is missing, damaged, of another program, of a newer version, or of a run that is going on",
-        NO_OUTPUT: "the merged journal cannot be written",
+        cli.DONE: "merged, whatever the verdict: `gpucluster verdict` ends with its exit code",
+        cli.USAGE: "wrong usage; also: the runs are not in order, or not of one cluster and one set of limits",
+        cli.NO_INPUT: "a journal is missing, damaged, of another program, of a newer version, or of a run in progress",
+        cli.NO_OUTPUT: "the merged journal cannot be written",
     },
 )
 def _merge(options: argparse.Namespace) -> int:
@@ -184,30 +158,34 @@ def _merge(options: argparse.Namespace) -> int:
     if out.suffix != ".jsonl" or out.is_dir():
         out = out / JOURNAL_FILE
     if len(options.journals) < 2:
-        raise CommandError(USAGE, "one journal cannot be merged; name two or more")
+        raise cli.CommandError(cli.USAGE, "one journal cannot be merged; name two or more")
     if out.exists():
-        raise CommandError(USAGE, f"--out {out}: the file exists, and a journal is never replaced; name another one")
+        raise cli.CommandError(
+            cli.USAGE, f"--out {out}: the file exists, and a journal is never replaced; name another one"
+        )
     sources = [load_source(locate(path)) for path in options.journals]
     merged = merge_journals(sources)
     for source in sources:
         if source.journal.cut:
-            complain(f"{source.path}: its last line is truncated and left out", DONE)
-    with file_errors(NO_OUTPUT, f"--out {out}"):
+            cli.complain(f"{source.path}: its last line is truncated and left out", cli.DONE)
+    with cli.file_errors(cli.NO_OUTPUT, f"--out {out}"):
         atomic_write(out, "".join(encode(line).decode() for line in merged.lines()))
     verdict, kind = merged.verdict, sources[0].journal.run.kind
     line = conclusion(verdict.word, verdict.exit, verdict.reason, kind=kind).line
     print(f"gpucluster: {printable(line)}")
-    return complain(f"{len(sources)} runs merged: {out}", DONE)
+    return cli.complain(f"{len(sources)} runs merged: {out}", cli.DONE)
 
 
-@command(
-    argument(
+@cli.command(
+    cli.argument(
         "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
     ),
-    option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
-    option("--behind PERCENT", "how much worse than the fleet's median an outlier is", type=percentage, default="3%"),
-    option("--drain FILE", "write the nodes to drain; - for standard output"),
-    HTML,
+    cli.option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
+    cli.option(
+        "--behind PERCENT", "how much worse than the fleet's median an outlier is", type=cli.percentage, default="3%"
+    ),
+    cli.option("--drain FILE", "write the nodes to drain; - for standard output"),
+    cli.HTML,
     help="the runs of many nodes as one matrix: outliers, nodes to drain",
     examples="""\
                 gpucluster runs fleet gpucluster-sweep/20260102-030405
@@ -215,10 +193,10 @@ def _merge(options: argparse.Namespace) -> int:
                 gpucluster runs fleet gpucluster-sweep/latest --nodes 'gpu-[001-064]' --drain drain.txt
                 """,
     codes={
-        DONE: "every node is good",
-        NEGATIVE: "a node should be drained",
-        NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
-        UNDECIDED: "no node should be drained, but one gave no answer; or the runs are no fleet",
+        cli.DONE: "every node is good",
+        cli.NEGATIVE: "a node should be drained",
+        cli.NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
+        cli.UNDECIDED: "no node should be drained, but one gave no answer; or the runs are no fleet",
     },
 )
 def _fleet(options: argparse.Namespace) -> int:
@@ -230,39 +208,41 @@ def _fleet(options: argparse.Namespace) -> int:
     try:
         expected = expand_hostlist(options.nodes) if options.nodes is not None else []
     except LaunchError as error:
-        raise CommandError(USAGE, f"--nodes: {error}") from error
+        raise cli.CommandError(cli.USAGE, f"--nodes: {error}") from error
     runs, unreadable = read_runs(options.paths)
-    require_distinct([("--drain", options.drain), ("--html", options.html)], [run.path for run in runs])
+    cli.require_distinct([("--drain", options.drain), ("--html", options.html)], [run.path for run in runs])
     found = fleet(runs, expected=expected, unreadable=unreadable, behind=options.behind)
     if found.mixed or not found.nodes:
-        return complain(found.mixed or "none of these runs was on one node alone; see gpucluster sweep", UNDECIDED)
-    drain_file = "FILE" if options.drain in (None, *STDOUT) else shlex.quote(options.drain)
+        return cli.complain(
+            found.mixed or "none of these runs was on one node alone; see gpucluster sweep", cli.UNDECIDED
+        )
+    drain_file = "FILE" if options.drain in (None, *cli.STDOUT) else shlex.quote(options.drain)
     try:
-        write_outputs(
-            lambda: as_text(fleet_blocks(found), columns()),
+        cli.write_outputs(
+            lambda: as_text(fleet_blocks(found), cli.columns()),
             ("--drain", options.drain, lambda: drain_text(found, file=drain_file)),
             ("--html", options.html, lambda: fleet_page(found)),
         )
     except LaunchError as error:
-        raise CommandError(NO_OUTPUT, f"--drain {options.drain}: {error}") from error
+        raise cli.CommandError(cli.NO_OUTPUT, f"--drain {options.drain}: {error}") from error
     return _CODES[found.is_good]
 
 
-@command(
-    argument(
+@cli.command(
+    cli.argument(
         "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
     ),
-    HTML,
+    cli.HTML,
     help="the runs of one cluster over time: GPUs that fail again and again",
     examples="""\
                 gpucluster runs history gpucluster-report
                 gpucluster runs history gpucluster-report --html history.html
                 """,
     codes={
-        DONE: "no GPU has failed in more than one run",
-        NEGATIVE: "a GPU has failed in several runs",
-        NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
-        UNDECIDED: "no GPU has, as far as known: a journal cannot be read; or no history: runs on GPUs, rehearsals "
+        cli.DONE: "no GPU has failed in more than one run",
+        cli.NEGATIVE: "a GPU has failed in several runs",
+        cli.NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
+        cli.UNDECIDED: "no GPU has, as far as known: a journal cannot be read; or no history: runs on GPUs, rehearsals "
         "and simulated clusters together",
     },
 )
@@ -272,22 +252,22 @@ def _history(options: argparse.Namespace) -> int:
     A GPU is known by its UUID. The page also has the GPUs that have not failed, and the course of those that have.
     """
     runs, unreadable = read_runs(options.paths)
-    require_distinct([("--html", options.html)], [run.path for run in runs])
+    cli.require_distinct([("--html", options.html)], [run.path for run in runs])
     found = history(runs, unreadable=unreadable)
     if found.mixed or not runs:
-        return complain(found.mixed or f"no journal can be read: {unreadable[0][1]}", UNDECIDED)
-    write_outputs(
-        lambda: as_text(history_blocks(found), columns()), ("--html", options.html, lambda: history_page(found))
+        return cli.complain(found.mixed or f"no journal can be read: {unreadable[0][1]}", cli.UNDECIDED)
+    cli.write_outputs(
+        lambda: as_text(history_blocks(found), cli.columns()), ("--html", options.html, lambda: history_page(found))
     )
     return _CODES[found.is_good]
 
 
-@command(
-    journal_argument(),
-    option("--output [COLLECTIVE=]FILE", "what nccl-tests has printed", action="append"),
-    option("--beyond PERCENT", "how much the two may differ", type=percentage, default="5%"),
-    option("--partial", "sizes that only one of them has are reported, but do not end with 5"),
-    option("--other-hosts", "compare even if host names differ, as with pods"),
+@cli.command(
+    cli.journal_argument(),
+    cli.option("--output [COLLECTIVE=]FILE", "what nccl-tests has printed", action="append"),
+    cli.option("--beyond PERCENT", "how much the two may differ", type=cli.percentage, default="5%"),
+    cli.option("--partial", "sizes that only one of them has are reported, but do not end with 5"),
+    cli.option("--other-hosts", "compare even if host names differ, as with pods"),
     help="the collectives of a run compared with nccl-tests",
     examples="""\
                 gpucluster runs crosscheck gpucluster-report/latest > nccl-tests.sh
@@ -295,10 +275,10 @@ def _history(options: argparse.Namespace) -> int:
                 gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=out.txt
                 """,
     codes={
-        **UNREADABLE,
-        DONE: "every size was compared, and none differs by more than --beyond",
-        NEGATIVE: "a finding: a difference, or wrong data",
-        UNDECIDED: "no finding, but not everything could be compared; also: only the commands were printed",
+        **cli.UNREADABLE,
+        cli.DONE: "every size was compared, and none differs by more than --beyond",
+        cli.NEGATIVE: "a finding: a difference, or wrong data",
+        cli.UNDECIDED: "no finding, but not everything could be compared; also: only the commands were printed",
         _UNREADABLE: "an output of nccl-tests cannot be read",
     },
 )
@@ -309,19 +289,21 @@ def _crosscheck(options: argparse.Namespace) -> int:
     nccl-tests are printed that measure the sizes, dtypes and numbers of GPUs of the run: run them on its nodes, and
     name the files with what they have printed. docs/compare.md has the rules.
     """
-    path, journal = read_journal(options.journal)
+    path, journal = cli.read_journal(options.journal)
     ours = crosscheck.collectives_of(journal)
     if ours.why_not:
-        return complain(f"{path}: nothing can be compared: {ours.why_not}", UNDECIDED)
+        return cli.complain(f"{path}: nothing can be compared: {ours.why_not}", cli.UNDECIDED)
     if not options.output:
         print("\n".join(crosscheck.program_commands(ours.points)))
-        return complain("nothing is compared yet: run these on the nodes of the run, and give --output", UNDECIDED)
+        return cli.complain(
+            "nothing is compared yet: run these on the nodes of the run, and give --output", cli.UNDECIDED
+        )
     outputs = [_read_output(text) for text in options.output]
     found = crosscheck.compare_outputs(
         ours, outputs, beyond=options.beyond, partial=options.partial, other_hosts=options.other_hosts
     )
-    code = {crosscheck.FINDING: NEGATIVE, crosscheck.AGREEMENT: DONE}.get(found.answer, UNDECIDED)
-    write_text("-", crosscheck.crosscheck_table(found, columns()))
+    code = {crosscheck.FINDING: cli.NEGATIVE, crosscheck.AGREEMENT: cli.DONE}.get(found.answer, cli.UNDECIDED)
+    cli.write_text("-", crosscheck.crosscheck_table(found, cli.columns()))
     return code
 
 
@@ -330,18 +312,18 @@ def _read_output(text: str) -> Output:
     name, _, file = text.partition("=")
     named, path = (name, Path(file)) if name in PROGRAMS and file else (None, Path(text))
     try:
-        with file_errors(_UNREADABLE, str(path)):
+        with cli.file_errors(_UNREADABLE, str(path)):
             output = read_table(path.read_text(encoding="utf-8", errors="backslashreplace"), str(path))
     except OutputError as error:
-        raise CommandError(_UNREADABLE, str(error)) from None
+        raise cli.CommandError(_UNREADABLE, str(error)) from None
     collective = output.collective or named
     if collective is None or named not in (None, collective):
         what = f"results of {collective}, but --output names {named}" if collective else "its collective is unknown"
-        raise CommandError(_UNREADABLE, f"{path}: {what}; write COLLECTIVE={path}")
+        raise cli.CommandError(_UNREADABLE, f"{path}: {what}; write COLLECTIVE={path}")
     return replace(output, collective=collective)
 
 
-COMMAND = Group(
+COMMAND = cli.Group(
     description="Work with the journals of runs.",
     commands={"compare": _compare, "merge": _merge, "fleet": _fleet, "history": _history, "crosscheck": _crosscheck},
 )

@@ -11,20 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.cli.command import (
-    BROKEN_EXIT,
-    USAGE,
-    Argument,
-    Group,
-    command,
-    complain,
-    file_errors,
-    number,
-    one_of,
-    option,
-    port_number,
-    seconds,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.cli.run_hosts import access_arguments, expect, select_nodes, unique_run_id
 from pytest_gpucluster.journal.verdict import EXIT_CODES
 from pytest_gpucluster.launch.suite import MODULE
@@ -49,34 +36,36 @@ _EXIT_CODES = {
 _USAGE = "gpucluster sweep {} --expect GPUSxSKU [options] [-- PYTEST_ARGUMENTS]"
 _COMMON = (
     expect(required=True),
-    option(
+    cli.option(
         "--alone-within TIME",
         "deadline for a node's own run, after which it counts as no answer",
-        type=seconds,
+        type=cli.seconds,
         default="2 h",
     ),
-    option("--together-within TIME", "deadline for the joint run of the survivors", type=seconds, default="4 h"),
-    option(
+    cli.option(
+        "--together-within TIME", "deadline for the joint run of the survivors", type=cli.seconds, default="4 h"
+    ),
+    cli.option(
         "--min-nodes N",
         "with fewer survivors there is no joint run, and the sweep is INCOMPLETE",
-        type=number(2),
+        type=cli.number(2),
         default=2,
     ),
-    option("--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep")),
-    option("--python PATH", "python on the nodes (default: this one; in pods: python)"),
-    option("--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number),
+    cli.option("--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep")),
+    cli.option("--python PATH", "python on the nodes (default: this one; in pods: python)"),
+    cli.option("--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=cli.port_number),
 )
 
 
-def _at_once(default: int) -> Argument:
-    return option("--at-once N", "the most nodes that run alone at a time", type=number(), default=default)
+def _at_once(default: int) -> cli.Argument:
+    return cli.option("--at-once N", "the most nodes that run alone at a time", type=cli.number(), default=default)
 
 
-@command(
+@cli.command(
     *_COMMON,
-    option("--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)"),
+    cli.option("--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)"),
     _at_once(1024),
-    option("--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append"),
+    cli.option("--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append"),
     help="in a Slurm allocation",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -94,7 +83,7 @@ def _slurm(options: argparse.Namespace) -> int:
     return _sweep(options, lambda gpus: Slurm(os.environ, wanted=options.nodes, options=options.srun))
 
 
-@command(
+@cli.command(
     *_COMMON,
     *access_arguments(),
     _at_once(256),
@@ -114,21 +103,21 @@ def _ssh(options: argparse.Namespace) -> int:
     return _sweep(options, lambda gpus: Ssh(*select_nodes(options), unique_run_id()))
 
 
-@command(
+@cli.command(
     *_COMMON,
-    one_of(
-        option("--nodes HOSTLIST", "names of nodes, such as 'gpu-[003,007]' or a,b"),
-        option("--selector LABELS", "nodes with these labels, as of kubectl get nodes -l"),
+    cli.one_of(
+        cli.option("--nodes HOSTLIST", "names of nodes, such as 'gpu-[003,007]' or a,b"),
+        cli.option("--selector LABELS", "nodes with these labels, as of kubectl get nodes -l"),
         required=True,
     ),
-    option(
+    cli.option(
         "--pod-template FILE",
         "a Pod as YAML or JSON: image, resources, volumes and everything else that a pod needs on these nodes",
         type=Path,
         required=True,
     ),
-    option("--namespace NAME", "of the Jobs (default: kubectl's own)"),
-    option(
+    cli.option("--namespace NAME", "of the Jobs (default: kubectl's own)"),
+    cli.option(
         "--pod-report-dir DIR",
         "for the folder of each run, in the pod; on a volume the journals remain",
         default="/tmp/gpucluster-report",
@@ -161,18 +150,18 @@ def _sweep(options: argparse.Namespace, scheduler_of: Callable[[int], Scheduler]
     from pytest_gpucluster.runners.ssh_job import handling
     from pytest_gpucluster.runners.sweep import Stopped
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(signal.Signals(number).name)
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stopped(signal.Signals(signum).name)
 
     try:
         # These signals end a sweep as Ctrl-C does: what was started is ended, and the table so far is written.
         with (
             handling((signal.SIGTERM, signal.SIGHUP), stop),
-            file_errors(BROKEN_EXIT, "results of the sweep cannot be written"),
+            cli.file_errors(cli.BROKEN_EXIT, "results of the sweep cannot be written"),
         ):
             return _carry_out(options, scheduler_of)
     except (KeyboardInterrupt, Stopped):  # before anything was started; the sweep handles later ones
-        return complain("interrupted", USAGE)
+        return cli.complain("interrupted", cli.USAGE)
 
 
 def _carry_out(options: argparse.Namespace, scheduler_of: Callable[[int], Scheduler]) -> int:
@@ -215,7 +204,7 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-COMMAND = Group(
+COMMAND = cli.Group(
     description="Run the acceptance suite on every node alone, all nodes at once, without any rendezvous between "
     "them; then run it on all nodes that survived together. Arguments after -- go to pytest (default: acceptance/ of "
     "this folder, else the suite in the package).",

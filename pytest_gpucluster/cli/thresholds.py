@@ -13,41 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.analysis.calibration import (
-    NoFloor,
-    Proposal,
-    Series,
-    Source,
-    conditions_of,
-    name_of,
-    overlay,
-    propose,
-    series,
-    source_problems,
-)
+from pytest_gpucluster.analysis import calibration
 from pytest_gpucluster.analysis.certificate import journal_digest
-from pytest_gpucluster.cli.command import (
-    DONE,
-    JOURNAL_HELP,
-    NEGATIVE,
-    NO_INPUT,
-    THRESHOLDS,
-    USAGE,
-    CommandError,
-    Group,
-    argument,
-    command,
-    complain,
-    file_errors,
-    key_value,
-    load_limits,
-    number,
-    option,
-    print_paragraph,
-    require_distinct,
-    require_new_file,
-    write_text,
-)
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.judge import evidence
@@ -68,10 +36,10 @@ _EXAMPLES = """\
         nccl.all_reduce.busbw="470 GB/s"
     """
 _EXIT_CODES = {
-    DONE: "no problem in the files; explained; floors are written; every value meets its limit",
-    NEGATIVE: "check: the files have problems. explain: no limit decides about a metric that was named. calibrate: "
+    cli.DONE: "no problem in the files; explained; floors are written; every value meets its limit",
+    cli.NEGATIVE: "check: the files have problems. explain: no limit decides about a metric that was named. calibrate: "
     "no floor can be proposed. judge: a limit is missed",
-    NO_INPUT: "a journal, plugin or file of limits is missing, damaged, unusable or of a newer version",
+    cli.NO_INPUT: "a journal, plugin or file of limits is missing, damaged, unusable or of a newer version",
     10: "judge: no limit judges a value, and none is missed",
 }
 
@@ -84,12 +52,12 @@ def _declare_metrics(plugin: str) -> None:
         for metric in declared["pytest_gpucluster_metrics"]():
             measurement.register(metric)
     except Exception as error:  # the site's own code may raise anything
-        raise CommandError(NO_INPUT, f"--plugin {plugin}: {type(error).__name__}: {error}") from error
+        raise cli.CommandError(cli.NO_INPUT, f"--plugin {plugin}: {type(error).__name__}: {error}") from error
 
 
-@command(
-    argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits"),
-    option("--plugin FILE", "a conftest.py or a module that declares metrics of your own", action="append"),
+@cli.command(
+    cli.argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits"),
+    cli.option("--plugin FILE", "a conftest.py or a module that declares metrics of your own", action="append"),
     help="find all problems in files of limits",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -108,7 +76,7 @@ def _check(options: argparse.Namespace) -> int:
         _declare_metrics(plugin)
     files: Sequence[Path] = options.files
     for path in files:
-        with file_errors(NO_INPUT, f"{path}: cannot be read"):
+        with cli.file_errors(cli.NO_INPUT, f"{path}: cannot be read"):
             path.read_bytes()
     shipped = loader.shipped_path()
     others = [path for path in files if os.path.realpath(path) != os.path.realpath(shipped)]
@@ -118,27 +86,27 @@ def _check(options: argparse.Namespace) -> int:
         problems = str(error).splitlines()
         print("\n".join(map(printable, problems)))
         print(plural(len(problems), "problem"))
-        return NEGATIVE
+        return cli.NEGATIVE
     near = evidence.too_high(found)
     for line in near:
         print(printable(line.replace(": ", ": note: ", 1) if others else line))
     if near and not others:
         print(plural(len(near), "problem"))
-        return NEGATIVE
+        return cli.NEGATIVE
     own = [limit for limit in found.limits if limit.layer > 0] if others else list(found.limits)
     skus = {limit.sku for limit in own} - {EVERY_SKU}
     counted = "1 entry" if len(own) == 1 else f"{len(own)} entries"
     named = plural(len(skus), "SKU") if skus else ""
     every = EVERY_SKU if any(limit.sku == EVERY_SKU for limit in own) else ""
     print(f"no problem: {counted} for {' and '.join(filter(None, (named, every))) or 'no SKU'}")
-    return DONE
+    return cli.DONE
 
 
-@command(
-    argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP),
-    option("--out FILE", "write the file here; - for standard output", required=True),
-    option("--spreads K", "spreads below the median", type=number(0.001, 99.999, of=float), default=3.0),
-    option("--force", "replace an existing file"),
+@cli.command(
+    cli.argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=cli.JOURNAL_HELP),
+    cli.option("--out FILE", "write the file here; - for standard output", required=True),
+    cli.option("--spreads K", "spreads below the median", type=cli.number(0.001, 99.999, of=float), default=3.0),
+    cli.option("--force", "replace an existing file"),
     help="propose floors from accepted runs",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -153,25 +121,27 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     spreads, out = options.spreads, options.out
     paths = [locate(path) for path in options.journals]
-    require_distinct([("--out", out)], [*paths, shipped_path()], "a journal or the shipped limits")
-    require_new_file("--out", out, force=options.force)
-    sources = [Source(str(path), *journal_digest(path)) for path in paths]
-    problems = source_problems(sources)
+    cli.require_distinct([("--out", out)], [*paths, shipped_path()], "a journal or the shipped limits")
+    cli.require_new_file("--out", out, force=options.force)
+    sources = [calibration.Source(str(path), *journal_digest(path)) for path in paths]
+    problems = calibration.source_problems(sources)
     if problems:
-        raise CommandError(NO_INPUT, "\n".join(problems))
+        raise cli.CommandError(cli.NO_INPUT, "\n".join(problems))
     sku = str(sources[0].journal.sku)
-    measured = series(sources)
+    measured = calibration.series(sources)
     found = [_floor(one, sku, spreads=spreads) for one in measured if one.limits]
-    proposals = [one for one in found if isinstance(one, Proposal)]
-    kept = [one for one in found if not isinstance(one, Proposal)]
+    proposals = [one for one in found if isinstance(one, calibration.Proposal)]
+    kept = [one for one in found if not isinstance(one, calibration.Proposal)]
     if not proposals:
-        complain("no floor can be proposed:", NEGATIVE)
-        lines = [f"{name_of(one.series)}: {printable(one.why)}" for one in kept] or ["no rate was judged in these runs"]
+        cli.complain("no floor can be proposed:", cli.NEGATIVE)
+        lines = [f"{calibration.name_of(one.series)}: {printable(one.why)}" for one in kept] or [
+            "no rate was judged in these runs"
+        ]
         print(*(f"- {line}" for line in lines), sep="\n", file=sys.stderr)
-        return NEGATIVE
+        return cli.NEGATIVE
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     shipped = hashlib.sha256(shipped_path().read_bytes()).hexdigest()
-    text = overlay(
+    text = calibration.overlay(
         sku,
         proposals,
         kept,
@@ -182,32 +152,34 @@ def _calibrate(options: argparse.Namespace) -> int:
         spreads=spreads,
         shipped=shipped,
     )
-    write_text(out, text)
-    complain(f"{plural(len(proposals), 'floor')} proposed for {sku}, {len(kept)} left as they are: {out}", DONE)
-    return DONE
+    cli.write_text(out, text)
+    cli.complain(f"{plural(len(proposals), 'floor')} proposed for {sku}, {len(kept)} left as they are: {out}", cli.DONE)
+    return cli.DONE
 
 
-def _floor(one: Series, sku: str, *, spreads: float) -> Proposal | NoFloor:
+def _floor(one: calibration.Series, sku: str, *, spreads: float) -> calibration.Proposal | calibration.NoFloor:
     metric = measurement.known(one.metric)
     facts = {**one.topology, **one.labels}
     # As the judge does: across nodes the rate is the fabric's, which no link within a node bounds.
     has_peak = metric.peak not in datasheets.LINK_PEAKS or facts.get("nnodes") == "1"
     try:
-        conditions_of(one)
+        calibration.conditions_of(one)
     except ThresholdsError as error:
-        return NoFloor(series=one, why=str(error))
-    return propose(one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None)
+        return calibration.NoFloor(series=one, why=str(error))
+    return calibration.propose(
+        one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None
+    )
 
 
-@command(
-    argument("metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"),
-    option("--sku NAME", "the SKU, such as H100 SXM", required=True),
-    option("--world-size N", "ranks of the run", type=number()),
-    option("--nnodes N", "nodes of the run", type=number()),
-    option(
-        "--label KEY=VALUE", "a label of the measurement, such as transport=NET/IB", type=key_value, action="append"
+@cli.command(
+    cli.argument("metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"),
+    cli.option("--sku NAME", "the SKU, such as H100 SXM", required=True),
+    cli.option("--world-size N", "ranks of the run", type=cli.number()),
+    cli.option("--nnodes N", "nodes of the run", type=cli.number()),
+    cli.option(
+        "--label KEY=VALUE", "a label of the measurement, such as transport=NET/IB", type=cli.key_value, action="append"
     ),
-    THRESHOLDS,
+    cli.THRESHOLDS,
     help="explain which limit decides, and why",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -220,7 +192,7 @@ def _explain(options: argparse.Namespace) -> int:
     """
     known = {key: str(options.__dict__[key]) for key in ("world_size", "nnodes") if options.__dict__[key]}
     known |= dict(options.label)
-    limits = load_limits(options.thresholds)
+    limits = cli.load_limits(options.thresholds)
     _require_sku(options.sku, limits, limits.skus)
     conditions = ", ".join(f"{key} {value}" for key, value in known.items())
     _print(0, f"{options.sku}: {conditions or 'of any topology'}")
@@ -228,7 +200,7 @@ def _explain(options: argparse.Namespace) -> int:
         _explain_metric(limits, metric, sku=options.sku, known=known, with_others=bool(options.metrics))
         for metric in _select_metrics(options.metrics, limits.metrics)
     ]
-    return NEGATIVE if options.metrics and not all(decided) else DONE
+    return cli.NEGATIVE if options.metrics and not all(decided) else cli.DONE
 
 
 def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], with_others: bool) -> bool:
@@ -272,7 +244,9 @@ def _published_text(limit: Limit, support: Support) -> str:
 def _require_sku(sku: str, limits: Thresholds, known: Container[str]) -> None:
     if sku not in known:
         names = ", ".join(limits.skus)
-        raise CommandError(USAGE, f"--sku {sku}: no such SKU; known are {names}{did_you_mean(sku, limits.skus)}")
+        raise cli.CommandError(
+            cli.USAGE, f"--sku {sku}: no such SKU; known are {names}{did_you_mean(sku, limits.skus)}"
+        )
 
 
 def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[str]:
@@ -285,26 +259,26 @@ def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[st
         try:
             found += begin or [measurement.known(name).name]
         except MeasurementError as error:
-            raise CommandError(USAGE, one_line(str(error), 300)) from error
+            raise cli.CommandError(cli.USAGE, one_line(str(error), 300)) from error
     return list(dict.fromkeys(found))
 
 
 def _print(indent: int, text: str) -> None:
-    print_paragraph(text, first=" " * indent, rest=" " * (indent + 2))
+    cli.print_paragraph(text, first=" " * indent, rest=" " * (indent + 2))
 
 
 NOT_JUDGED = 10
 
 
-@command(
-    argument(
-        "values", metavar="METRIC=VALUE", type=key_value, nargs="+", help='such as matmul.fp32.tflops="51.5 TFLOPS"'
+@cli.command(
+    cli.argument(
+        "values", metavar="METRIC=VALUE", type=cli.key_value, nargs="+", help='such as matmul.fp32.tflops="51.5 TFLOPS"'
     ),
-    option("--sku NAME", "the SKU, such as H100 SXM", required=True),
-    option("--world-size N", "GPUs that took part", type=number(), default=1),
-    option("--nodes M", "nodes of these GPUs", type=number(), default=1),
-    option("--label KEY=VALUE", "how it was measured", type=key_value, action="append"),
-    THRESHOLDS,
+    cli.option("--sku NAME", "the SKU, such as H100 SXM", required=True),
+    cli.option("--world-size N", "GPUs that took part", type=cli.number(), default=1),
+    cli.option("--nodes M", "nodes of these GPUs", type=cli.number(), default=1),
+    cli.option("--label KEY=VALUE", "how it was measured", type=cli.key_value, action="append"),
+    cli.THRESHOLDS,
     help="compare values that were measured elsewhere with the limits",
     examples=_EXAMPLES,
     codes=_EXIT_CODES,
@@ -318,10 +292,10 @@ def _judge(options: argparse.Namespace) -> int:
     the smallest that is judged; without a transport it is the one that the limit expects. A label that no limit uses is
     ignored with a note.
     """
-    sku, labels, limits = options.sku, dict(options.label), load_limits(options.thresholds)
+    sku, labels, limits = options.sku, dict(options.label), cli.load_limits(options.thresholds)
     _require_sku(sku, limits, {*limits.skus, *(row.sku for row in evidence.published())})
     if options.world_size < options.nodes:
-        raise CommandError(USAGE, f"{options.world_size} GPUs on {options.nodes} nodes: fewer GPUs than nodes")
+        raise cli.CommandError(cli.USAGE, f"{options.world_size} GPUs on {options.nodes} nodes: fewer GPUs than nodes")
     values = [(name, *_read_value(name, text)) for name, text in options.values]
     codes = set()
     for name, value, unit in values:
@@ -339,9 +313,9 @@ def _judge(options: argparse.Namespace) -> int:
         codes.add(code)
         print(printable(line))
         for label in evidence.unused(name, labels, limits, sku):
-            complain(f"note: no limit for {name} on {sku} uses the label {label}", DONE)
+            cli.complain(f"note: no limit for {name} on {sku} uses the label {label}", cli.DONE)
     # A missed limit wins over a value that nothing judges.
-    return next((code for code in (NEGATIVE, NOT_JUDGED) if code in codes), DONE)
+    return next((code for code in (cli.NEGATIVE, NOT_JUDGED) if code in codes), cli.DONE)
 
 
 def _read_value(name: str, text: str) -> tuple[float, str]:
@@ -351,7 +325,7 @@ def _read_value(name: str, text: str) -> tuple[float, str]:
         if not value > 0:
             raise MeasurementError(f"{text} is not above zero")
     except MeasurementError as error:
-        raise CommandError(USAGE, f"{name}={text}: {one_line(str(error), 300)}") from error
+        raise cli.CommandError(cli.USAGE, f"{name}={text}: {one_line(str(error), 300)}") from error
     return value, unit
 
 
@@ -365,12 +339,12 @@ def _judged_line(judged: JudgedMetric, unit: str) -> tuple[int, str]:
     published = judged.evidence or "nothing comparable is published"
     word = "PASSED" if judged.status == "passed" else "MISSED"
     return (
-        DONE if judged.status == "passed" else NEGATIVE,
+        cli.DONE if judged.status == "passed" else cli.NEGATIVE,
         f"{word:<10}  {begin}: {demand(limit, unit)}{margin}; {published} [{limit.origin}]{why}",
     )
 
 
-COMMAND = Group(
+COMMAND = cli.Group(
     description="Check files of limits, explain which limit decides, and propose floors from accepted runs.",
     commands={"check": _check, "explain": _explain, "calibrate": _calibrate, "judge": _judge},
 )

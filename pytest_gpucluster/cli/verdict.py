@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_gpucluster.cli.command import BROKEN_EXIT, command, complain, file_errors, journal_argument, option
+from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import locate, read
@@ -18,10 +18,10 @@ _PYTEST_CODES = range(2, 6)
 """pytest's own codes for a run that never began, kept if there is no journal. Its 1 may as well be srun's."""
 
 
-@command(
-    journal_argument(),
-    option("--json FILE", "write verdict and first failure, in at most 4096 bytes", type=Path),
-    option(
+@cli.command(
+    cli.journal_argument(),
+    cli.option("--json FILE", "write verdict and first failure, in at most 4096 bytes", type=Path),
+    cli.option(
         "--launcher-exit CODE",
         "exit code of the run's launcher, such as srun: the run has ended, and passes only with "
         "0; without a journal 2 to 5 are kept",
@@ -50,15 +50,15 @@ def _verdict(options: argparse.Namespace) -> int:
         path = locate(options.journal)
         result = RunResult.of(read(path, keep_samples=False, live=launcher_exit is None), str(path))
     except JournalError as error:
-        complain(f"no verdict: {error}", BROKEN_EXIT)
-        return launcher_exit if launcher_exit is not None and launcher_exit in _PYTEST_CODES else BROKEN_EXIT
+        cli.complain(f"no verdict: {error}", cli.BROKEN_EXIT)
+        return launcher_exit if launcher_exit is not None and launcher_exit in _PYTEST_CODES else cli.BROKEN_EXIT
     if result.exit == 0 and launcher_exit:
         reason = f"its journal states {result.verdict}, but its launcher ended with exit code {launcher_exit}"
-        result = replace(result, verdict=BROKEN, exit=BROKEN_EXIT, reason=reason, failure=result.failure or reason)
+        result = replace(result, verdict=BROKEN, exit=cli.BROKEN_EXIT, reason=reason, failure=result.failure or reason)
     end = conclusion(result.verdict, result.exit, result.reason, kind=result.kind)
     print(f"gpucluster: {printable(end.line)}")
     if options.json is not None:
-        with file_errors(BROKEN_EXIT, f"--json {options.json}"):
+        with cli.file_errors(cli.BROKEN_EXIT, f"--json {options.json}"):
             # In place: a termination message is a mounted file.
             options.json.write_text(result.to_json(), encoding="utf-8")
     return result.exit

@@ -22,24 +22,7 @@ from typing import Any, BinaryIO
 
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.records import (
-    Cluster,
-    Collected,
-    CollectedTest,
-    Deviation,
-    End,
-    Environment,
-    LimitsInForce,
-    Problem,
-    Property,
-    RankPlace,
-    Run,
-    Silence,
-    Started,
-    TestResult,
-    read_test_result,
-)
+from pytest_gpucluster.journal import records, verdict
 from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.metrics.codec import AnyText, to_json
 from pytest_gpucluster.metrics.codec import read as read_record
@@ -62,33 +45,33 @@ class Journal:
     came. While its recorder is alive it is RUNNING instead (``is_live``).
     """
 
-    run: Run
-    cluster: Cluster | None = None
-    limits: LimitsInForce | None = None
-    environment: Environment | None = None
+    run: records.Run
+    cluster: records.Cluster | None = None
+    limits: records.LimitsInForce | None = None
+    environment: records.Environment | None = None
     workload: WorkloadRecord | None = None
-    collected: tuple[CollectedTest, ...] | None = None
+    collected: tuple[records.CollectedTest, ...] | None = None
     has_manifest: bool = False
     """A criteria.txt next to the tests listed what an acceptance needs; absent criteria are among the results."""
-    results: tuple[TestResult, ...] = ()
+    results: tuple[records.TestResult, ...] = ()
     """One per test, in the order in which they finished. A later attempt replaces an earlier one."""
-    running: Started | None = None
+    running: records.Started | None = None
     """The test that was started and did not finish."""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[records.Problem, ...] = ()
     deviations: tuple[str, ...] = ()
     """Where limits or workload demanded less than the shipped ones."""
     properties: tuple[tuple[str, str], ...] = ()
-    silence: Silence | None = None
-    end: End | None = None
+    silence: records.Silence | None = None
+    end: records.End | None = None
     cut: bool = False
     """The last line was cut off."""
-    recent_problem: Problem | None = None
+    recent_problem: records.Problem | None = None
     """The last problem since a test started or finished: why the run ends, if it ends here."""
     is_live: bool = False
     """There is no closing line yet, and its recorder was alive when the journal was read."""
 
     @property
-    def ranks(self) -> tuple[RankPlace, ...]:
+    def ranks(self) -> tuple[records.RankPlace, ...]:
         """Return every rank that reported."""
         return () if self.cluster is None else self.cluster.ranks
 
@@ -119,7 +102,7 @@ class Journal:
         return "" if self.workload is None else self.workload.profile
 
     @property
-    def not_run(self) -> tuple[CollectedTest, ...]:
+    def not_run(self) -> tuple[records.CollectedTest, ...]:
         """Return the collected tests that have no result and are not the one that was running."""
         known = {result.nodeid for result in self.results}
         if self.running is not None:
@@ -210,17 +193,17 @@ class Journal:
             topology=topology,
         )
 
-    def place(self, rank: int) -> RankPlace | None:
+    def place(self, rank: int) -> records.RankPlace | None:
         """Return where a rank runs, or None if it has not reported."""
         return self._places.get(rank)
 
     @cached_property
-    def _places(self) -> Mapping[int, RankPlace]:
+    def _places(self) -> Mapping[int, records.RankPlace]:
         """Rank -> its place. Reports ask for each of a thousand ranks."""
         return {place.rank: place for place in reversed(self.ranks)}
 
 
-def _combined(earlier: TestResult, later: TestResult) -> TestResult:
+def _combined(earlier: records.TestResult, later: records.TestResult) -> records.TestResult:
     """Join two results of one attempt, as of a body and a teardown: the worse decides, no text is lost."""
     worst = later if _SEVERITY[later.outcome] > _SEVERITY[earlier.outcome] else earlier
     return replace(
@@ -256,11 +239,11 @@ def _require_readable(first: _Line, where: str) -> None:
 
 
 _FIELD_OF = {
-    "cluster": Cluster,
-    "limits": LimitsInForce,
-    "environment": Environment,
+    "cluster": records.Cluster,
+    "limits": records.LimitsInForce,
+    "environment": records.Environment,
     "workload": WorkloadRecord,
-    "end": End,
+    "end": records.End,
 }
 """Type of a line -> its record, which is the journal's field of that name."""
 
@@ -272,11 +255,13 @@ class JournalBuilder:
     renders reports stays small at any number of ranks. ``slim`` maps each result to the one that is kept.
     """
 
-    def __init__(self, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None) -> None:
+    def __init__(
+        self, *, keep_samples: bool = True, slim: Callable[[records.TestResult], records.TestResult] | None = None
+    ) -> None:
         self._keep_samples = keep_samples
         self._slim = slim
         self._journal: Journal | None = None
-        self._results: dict[str, TestResult] = {}
+        self._results: dict[str, records.TestResult] = {}
 
     def add(self, line: object, where: str = "line") -> None:
         """Add one line.
@@ -288,38 +273,40 @@ class JournalBuilder:
         journal = self._journal
         if journal is None:
             _require_readable(read_record(_Line, line, where), where)
-            self._journal = Journal(run=read_record(Run, line, where))
+            self._journal = Journal(run=read_record(records.Run, line, where))
             return
-        silence: Silence | None = None  # any other line ends a silence
+        silence: records.Silence | None = None  # any other line ends a silence
         if kind in _FIELD_OF:
             journal = replace(journal, **{kind: read_record(_FIELD_OF[kind], line, where)})
         elif kind == "silence":
-            silence = read_record(Silence, line, where)
+            silence = read_record(records.Silence, line, where)
         elif kind == "collected":
-            collected = read_record(Collected, line, where)
+            collected = read_record(records.Collected, line, where)
             journal = replace(journal, collected=collected.tests, has_manifest=collected.manifest)
         elif kind == "deviation":
-            journal = replace(journal, deviations=(*journal.deviations, read_record(Deviation, line, where).text))
+            journal = replace(
+                journal, deviations=(*journal.deviations, read_record(records.Deviation, line, where).text)
+            )
         elif kind == "start":
-            journal = replace(journal, running=read_record(Started, line, where), recent_problem=None)
+            journal = replace(journal, running=read_record(records.Started, line, where), recent_problem=None)
         elif kind == "test":
             journal = replace(journal, running=self._add_result(line, where, journal.running), recent_problem=None)
         elif kind == "problem":
-            problem = read_record(Problem, line, where)
+            problem = read_record(records.Problem, line, where)
             journal = replace(journal, problems=(*journal.problems, problem), recent_problem=problem)
         elif kind == "property":
-            entry = read_record(Property, line, where)
+            entry = read_record(records.Property, line, where)
             journal = replace(journal, properties=(*journal.properties, (entry.name, entry.value)))
         # Line types that a later version adds within this schema are ignored.
         self._journal = replace(journal, silence=silence if silence is not None and silence.message else None)
 
     @property
-    def running(self) -> Started | None:
+    def running(self) -> records.Started | None:
         """Return the test that has started and not finished."""
         return self._journal.running if self._journal is not None else None
 
-    def _add_result(self, line: Any, where: str, running: Started | None) -> Started | None:
-        result = read_test_result(line, where, keep_samples=self._keep_samples)
+    def _add_result(self, line: Any, where: str, running: records.Started | None) -> records.Started | None:
+        result = records.read_test_result(line, where, keep_samples=self._keep_samples)
         result = result if self._slim is None else self._slim(result)
         earlier = self._results.pop(result.nodeid, None)
         if earlier is not None and earlier.attempts == result.attempts:
@@ -339,7 +326,11 @@ class JournalBuilder:
 
 
 def read(
-    path: Path, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None, live: bool = False
+    path: Path,
+    *,
+    keep_samples: bool = True,
+    slim: Callable[[records.TestResult], records.TestResult] | None = None,
+    live: bool = False,
 ) -> Journal:
     """Read a journal, also one whose writer was killed.
 

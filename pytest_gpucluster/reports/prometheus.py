@@ -25,17 +25,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import OUTCOMES, REHEARSAL, SIMULATED, RankPlace
 from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.judge.judged import JudgedMetric
-from pytest_gpucluster.reports.summary import (
-    IN_PROGRESS,
-    NOT_RUN,
-    RUNNING,
-    STATUS_ORDER,
-    Outline,
-    margin_ratio,
-    moment,
-    outline,
-    run_seconds,
-)
+from pytest_gpucluster.reports import summary
 from pytest_gpucluster.text import one_line
 
 MOST_MEASUREMENTS = 1000
@@ -109,7 +99,7 @@ class _Families:
 def render(journal: Journal) -> str:
     """Return metrics.prom of a run, also of one that was cut off."""
     families = _Families()
-    overview = outline(journal)
+    overview = summary.outline(journal)
     sku = journal.sku or ""
     _add_run(families, journal, overview, sku)
     _add_gpus(families, journal, overview, sku)
@@ -127,7 +117,7 @@ def render(journal: Journal) -> str:
     return generate_latest(registry).decode("utf-8")
 
 
-def _add_run(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
+def _add_run(families: _Families, journal: Journal, overview: summary.Outline, sku: str) -> None:
     run = journal.run
     info = {"run_id": run.run_id, "host": run.hostname, "sku": sku, "device": run.device, "launcher": run.launcher}
     families.add("run_info", 1, info | {"profile": journal.profile, "version": run.plugin_version})
@@ -140,17 +130,17 @@ def _add_run(families: _Families, journal: Journal, overview: Outline, sku: str)
     families.add("run_selection", run.selection)
     families.add("run_ranks", run.world_size)
     families.add("run_nodes", run.nnodes)
-    families.add("run_duration_seconds", run_seconds(journal))
+    families.add("run_duration_seconds", summary.run_seconds(journal))
     for name, text in (("start", run.started_at), ("end", journal.end.at if journal.end is not None else "")):
-        at = moment(text)
+        at = summary.moment(text)
         if at is not None:
             families.add(f"run_{name}_timestamp_seconds", at.timestamp())
-    for outcome in dict.fromkeys((*OUTCOMES, RUNNING, IN_PROGRESS, NOT_RUN, *overview.counts)):
+    for outcome in dict.fromkeys((*OUTCOMES, summary.RUNNING, summary.IN_PROGRESS, summary.NOT_RUN, *overview.counts)):
         families.add("run_tests", overview.counts.get(outcome, 0), {"outcome": outcome.replace(" ", "_")})
     families.add("run_problems", len(journal.problems))
 
 
-def _add_gpus(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
+def _add_gpus(families: _Families, journal: Journal, overview: summary.Outline, sku: str) -> None:
     results = [row.result for row in overview.bad if row.result is not None]
     culprits = Counter(rank for result in results for rank in set(result.culprits))
     for place in journal.cluster.ranks if journal.cluster is not None else ():
@@ -160,9 +150,9 @@ def _add_gpus(families: _Families, journal: Journal, overview: Outline, sku: str
         families.add("gpu_culprit_tests", culprits[place.rank], where)
 
 
-def _add_measurements(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
+def _add_measurements(families: _Families, journal: Journal, overview: summary.Outline, sku: str) -> None:
     every = [(row, judged) for row in overview.rows if row.result is not None for judged in row.result.measurements]
-    every.sort(key=lambda each: STATUS_ORDER.get(each[1].status, 1))
+    every.sort(key=lambda each: summary.STATUS_ORDER.get(each[1].status, 1))
     left_out = max(0, len(every) - MOST_MEASUREMENTS)
     for row, judged in every[:MOST_MEASUREMENTS]:
         plain = {"criterion": row.criterion or row.name, "test": row.nodeid, "sku": sku}
@@ -180,7 +170,7 @@ def _add_measurements(families: _Families, journal: Journal, overview: Outline, 
         ):
             if value is not None:
                 families.add(f"measurement_{end}", value, plain)
-        share = margin_ratio(judged)
+        share = summary.margin_ratio(judged)
         if share is not None:
             families.add("measurement_margin_ratio", share, labels)
     families.add("run_left_out_measurements", left_out)

@@ -23,18 +23,8 @@ from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.metrics.codec import number_to_json
 from pytest_gpucluster.metrics.sampling import STOPPED_BY
 from pytest_gpucluster.metrics.time_budget import PARTS
+from pytest_gpucluster.reports import summary
 from pytest_gpucluster.reports.findings import baseline_of, isolation_of
-from pytest_gpucluster.reports.summary import (
-    IN_PROGRESS,
-    NOT_RUN,
-    RUNNING,
-    STATUS_ORDER,
-    Row,
-    is_better_higher,
-    outline,
-    peak_value,
-    run_seconds,
-)
 from pytest_gpucluster.reports.tables import worst_telemetry
 
 SCHEMA_VERSION = 1
@@ -52,7 +42,7 @@ def render(journal: Journal) -> str:
 
 def document(journal: Journal) -> dict[str, Any]:
     """Return results.json as plain JSON types."""
-    results: dict[str, Any] = _RESULTS.convert(outline(journal), journal)
+    results: dict[str, Any] = _RESULTS.convert(summary.outline(journal), journal)
     return results
 
 
@@ -157,7 +147,7 @@ def _value(source: Any, journal: Journal, get: Get) -> Any:
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
-def _test_values(row: Row, journal: Journal) -> dict[str, Any]:
+def _test_values(row: summary.Row, journal: Journal) -> dict[str, Any]:
     result = row.result or TestResult(nodeid=row.nodeid, outcome="error", phase="")
     headline = [number for number, each in enumerate(result.measurements) if each is row.headline]
     started = result.started_at
@@ -204,10 +194,10 @@ _MEASUREMENT = _object(
     better=_choice(
         ("higher", "lower", None),
         "Which values are better; null if unknown.",
-        lambda judged, _: {True: "higher", False: "lower", None: None}[is_better_higher(judged)],
+        lambda judged, _: {True: "higher", False: "lower", None: None}[summary.is_better_higher(judged)],
     ),
     status=_choice(
-        tuple(STATUS_ORDER),
+        tuple(summary.STATUS_ORDER),
         "passed or failed against its limit; error: it could not be judged; recorded: not to be judged.",
     ),
     reason=_text("Why it failed or could not be judged."),
@@ -249,7 +239,7 @@ _MEASUREMENT = _object(
         "The shipped limit, if the site's file has a weaker one with its own source; else null.", "shipped"
     ),
     margin=_number_or_null("The margin as a ratio of the limit; negative: missed. For a limit of zero the distance."),
-    peak=_number_or_null("The data sheet's peak for this value.", lambda judged, _: peak_value(judged)),
+    peak=_number_or_null("The data sheet's peak for this value.", lambda judged, _: summary.peak_value(judged)),
     peak_ratio=_number_or_null("The value as a ratio of the peak."),
     median=_number_or_null("The median of all ranks."),
     mean=_number_or_null("The mean of all ranks."),
@@ -291,7 +281,7 @@ _TEST = _object(
     name=_text("function[parameters]."),
     criterion=_text_or_null("Its criterion; null for a test that is none."),
     outcome=_choice(
-        (*OUTCOMES, RUNNING, IN_PROGRESS, NOT_RUN),
+        (*OUTCOMES, summary.RUNNING, summary.IN_PROGRESS, summary.NOT_RUN),
         "passed; failed: a limit missed or a wrong result; error: it broke; skipped; running: the run ended in it; not "
         "run: the run ended before it. While a run is RUNNING its current test is in progress, and later ones are not "
         "run.",
@@ -371,7 +361,7 @@ _RUN = _object(
     ended_at=_text_or_null(
         "ISO 8601; null if the run was cut off.", lambda _, journal: journal.end.at if journal.end is not None else None
     ),
-    seconds=_number("Its duration, as far as it is known.", lambda _, journal: run_seconds(journal)),
+    seconds=_number("Its duration, as far as it is known.", lambda _, journal: summary.run_seconds(journal)),
     closed_by=_text_or_null(
         "Who closed the journal: rank 0, or the recorder after its end; null if it is open.",
         lambda _, journal: journal.end.by if journal.end is not None else None,

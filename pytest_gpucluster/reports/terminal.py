@@ -14,17 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.verdict import RUNNING
 from pytest_gpucluster.judge.judged import JudgedMetric
+from pytest_gpucluster.reports import failures, tables
 from pytest_gpucluster.reports.facts import header_lines
-from pytest_gpucluster.reports.failures import (
-    FAILED,
-    MARKS,
-    OK,
-    advice,
-    cluster_map,
-    failure_text,
-    failures_by_place,
-    merged_nodes,
-)
 from pytest_gpucluster.reports.summary import (
     GROUPS,
     IN_PROGRESS,
@@ -36,14 +27,6 @@ from pytest_gpucluster.reports.summary import (
     worst_first,
 )
 from pytest_gpucluster.reports.summary import RUNNING as ENDED_IN
-from pytest_gpucluster.reports.tables import (
-    headline_text,
-    limit_text,
-    margin_text,
-    measured_pairs,
-    metric_name,
-    value_text,
-)
 from pytest_gpucluster.text import (
     Column,
     clean,
@@ -149,31 +132,31 @@ def report_lines(reports: Iterable[tuple[str, str]], *, verbose: bool = True) ->
 
 def _map(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
     """Return the map: one character a GPU, healthy nodes on one line, and what the marks mean."""
-    nodes = list(merged_nodes(cluster_map(journal, overview)))
+    nodes = list(failures.merged_nodes(failures.cluster_map(journal, overview)))
     wide = min(max((columns(clean(node.name)) for node in nodes), default=0), width // 2)
     lines = []
     for node in nodes[:_MOST_NODES]:
         marks = "".join(gpu.mark for gpu in node.gpus)
-        text = f"{len(marks)} x {MARKS[marks[0]]}" if len(set(marks)) == 1 else marks
+        text = f"{len(marks)} x {failures.MARKS[marks[0]]}" if len(set(marks)) == 1 else marks
         line = f"{padded(shortened(clean(node.name), wide), wide)}  {shortened(text, width - wide - 2)}"
         lines.append(styled(line, "green" if node.is_healthy else "red", colour=colour))
     if len(nodes) > _MOST_NODES:
         lines.append(f"and {plural(len(nodes) - _MOST_NODES, 'more node')} with failures")
     seen = dict.fromkeys(gpu.mark for node in nodes for gpu in node.gpus)
-    if seen.keys() - {OK, FAILED} and any(len({gpu.mark for gpu in node.gpus}) > 1 for node in nodes):
-        lines.append(" " * (wide + 2) + ", ".join(f"{mark} {MARKS[mark]}" for mark in seen))
+    if seen.keys() - {failures.OK, failures.FAILED} and any(len({gpu.mark for gpu in node.gpus}) > 1 for node in nodes):
+        lines.append(" " * (wide + 2) + ", ".join(f"{mark} {failures.MARKS[mark]}" for mark in seen))
     return lines
 
 
 def _culprits(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
     """Return what failed where, with what may explain it and what to do."""
     lines = []
-    places = failures_by_place(journal, overview).values()
+    places = failures.failures_by_place(journal, overview).values()
     for rows in list(places)[:_MOST_PLACES]:
         row, more = rows[0], f", and {len(rows) - 1} more" if len(rows) > 1 else ""
-        text = one_line(failure_text(row, journal, name=display_name(row.name)), _FAILURE_CHARACTERS) + more
+        text = one_line(failures.failure_text(row, journal, name=display_name(row.name)), _FAILURE_CHARACTERS) + more
         lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, rest=_INDENT)]
-        for what in advice(row):
+        for what in failures.advice(row):
             lines += paragraph(what, width, first=_INDENT, rest=_INDENT)
     if len(places) > _MOST_PLACES:
         lines.append(f"and {len(places) - _MOST_PLACES} more places; -v lists all that failed")
@@ -195,7 +178,8 @@ def _groups(overview: Outline, *, width: int, colour: bool) -> list[str]:
             lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, first=head, rest=_REST)]
         elif ran:
             tightest = [
-                f"{headline_text(judged)}: {display_name(row.name)}" for row, judged in overview.tightest(1, group)
+                f"{tables.headline_text(judged)}: {display_name(row.name)}"
+                for row, judged in overview.tightest(1, group)
             ]
             lines.append(shortened(head + clean("".join(tightest)), width).rstrip())
     return lines
@@ -223,9 +207,9 @@ def _criteria(journal: Journal, overview: Outline, *, width: int, colour: bool) 
     lines = [styled(f"Criteria: {counts}", "bold", colour=colour), head]
     for row, row_lines in zip(rows, table, strict=True):
         lines += [_coloured(line, row, colour) for line in row_lines]
-        lines += [] if row.is_good else _detail(failure_text(row, journal), width)
+        lines += [] if row.is_good else _detail(failures.failure_text(row, journal), width)
         if row.result is not None:
-            lines += _properties((*measured_pairs(row.result.measurements), *row.result.properties), width)
+            lines += _properties((*tables.measured_pairs(row.result.measurements), *row.result.properties), width)
     if len(ran) > len(rows):
         lines.append(f"and {plural(len(ran) - len(rows), 'test')} passed that are no criteria and measured nothing")
     return lines
@@ -257,9 +241,9 @@ def _word(row: Row) -> str:
 
 
 def _judged_cells(judged: JudgedMetric) -> list[str]:
-    value, limit = clean(value_text(judged)), clean(limit_text(judged, first_only=True))
+    value, limit = clean(tables.value_text(judged)), clean(tables.limit_text(judged, first_only=True))
     rank = "" if judged.worst_rank is None else str(judged.worst_rank)
-    return [shortened(value, 20), shortened(limit, 26), margin_text(judged), rank]
+    return [shortened(value, 20), shortened(limit, 26), tables.margin_text(judged), rank]
 
 
 def _coloured(line: str, row: Row, colour: bool) -> str:
@@ -278,7 +262,7 @@ def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) 
     visible = [judged for judged in worst_first(measurements) if judged.status != "recorded"]
     rows = []
     for judged in visible:
-        name = shortened(clean(metric_name(judged)), _LONGEST_METRIC)
+        name = shortened(clean(tables.metric_name(judged)), _LONGEST_METRIC)
         rows.append([judged.status.upper(), name, *_judged_cells(judged)])
     if not rows:
         return ""

@@ -115,7 +115,7 @@ import sys
 from pytest_gpucluster.cli import main
 def run(options):
     {body}
-main.load = lambda name: main.Command(run=run, examples="", codes={{}})
+main.load = lambda name: main.cli.Command(run=run)
 sys.exit(main.main(["verdict"]))
 """
     (tmp_path / "script.py").write_text(script)
@@ -139,7 +139,7 @@ def run_into_a_closed_pipe(tmp_path, body):
 def test_a_reader_that_is_gone_makes_no_answer_better(tmp_path):
     assert run_into_a_closed_pipe(tmp_path, "print('REJECTED'); return 1") == (1, b"")
     assert run_into_a_closed_pipe(tmp_path, "print('x' * 100_000, flush=True); return 1") == (main.READER_GONE, b"")
-    body = "print('a table'); raise main.CommandError(3, 'no journal')"
+    body = "print('a table'); raise main.cli.CommandError(3, 'no journal')"
     assert run_into_a_closed_pipe(tmp_path, body) == (3, b"gpucluster: no journal\n")
 
 

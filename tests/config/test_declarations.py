@@ -62,5 +62,5 @@ def test_a_criterion_has_metrics_a_group_a_time_a_benchmark_and_a_test(name):
 
 @pytest.mark.parametrize("words", ["GB, more", "GB, higher, rack", "GB, higher, bf16_tflops"])
 def test_a_declaration_with_another_word_is_refused(words):
-    with pytest.raises(ValueError, match="hbm.new"):
+    with pytest.raises(ValueError, match=r"hbm\.new"):
         read_metrics(f"hbm.new: {words}\n    What it is.")

@@ -25,32 +25,13 @@ from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import most_throttled
+from pytest_gpucluster.reports import tables
 from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
 from pytest_gpucluster.reports.charts.plots import limit_bar, rank_dots
 from pytest_gpucluster.reports.failures import advice_in
 from pytest_gpucluster.reports.findings import Isolation, baseline_of, isolation_of
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
 from pytest_gpucluster.reports.summary import Row, headline, worst_first
-from pytest_gpucluster.reports.tables import (
-    clock_text,
-    interval_text,
-    is_number,
-    limit_text,
-    margin,
-    margin_text,
-    metric_name,
-    nearest_limit,
-    percent,
-    quantity,
-    rank_name,
-    rank_reports,
-    share,
-    stopped_text,
-    telemetry_text,
-    time_text,
-    value_text,
-    worst_ranks_first,
-)
 from pytest_gpucluster.text import duration_text, plural, some_of
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
@@ -156,7 +137,7 @@ def _shared_labels(result: TestResult) -> Mapping[str, str]:
 
 def _short_name(judged: JudgedMetric, shared: Mapping[str, str]) -> str:
     own = {key: value for key, value in judged.labels.items() if key not in shared}
-    return word(metric_name(replace(judged, labels=own)))
+    return word(tables.metric_name(replace(judged, labels=own)))
 
 
 def _measurements_table(result: TestResult) -> Table | None:
@@ -174,15 +155,15 @@ def _measurements_table(result: TestResult) -> Table | None:
             (
                 _short_name(each, shared),
                 "recorded only" if each.status == "recorded" else each.status,
-                value_text(each),
-                interval_text(each, each.interval).removeprefix(", 95 % interval "),
-                limit_text(each),
-                margin_text(each),
-                "" if each.peak_ratio is None else share(each.peak_ratio),
-                "" if of_median is None else quantity(100 * of_median, "%"),
+                tables.value_text(each),
+                tables.interval_text(each, each.interval).removeprefix(", 95 % interval "),
+                tables.limit_text(each),
+                tables.margin_text(each),
+                "" if each.peak_ratio is None else tables.share(each.peak_ratio),
+                "" if of_median is None else tables.quantity(100 * of_median, "%"),
                 baseline_text(each),
                 "" if each.worst_rank is None else str(each.worst_rank),
-                stopped_text(each),
+                tables.stopped_text(each),
                 "; ".join(filter(None, ("" if is_known else each.reason, each.evidence, inconclusive))),
             )
         )
@@ -204,8 +185,8 @@ def baseline_text(judged: JudgedMetric) -> str:
     if found is None:
         return ""
     before = found.old.value if found.old is not None else None
-    parts = [f"{quantity(before, judged.unit)} before"] if is_number(before) else []
-    parts += [f"({percent(found.change_ratio)})"] if is_number(found.change_ratio) else []
+    parts = [f"{tables.quantity(before, judged.unit)} before"] if tables.is_number(before) else []
+    parts += [f"({tables.percent(found.change_ratio)})"] if tables.is_number(found.change_ratio) else []
     parts += [f"on rank {found.rank}"] if found.rank not in (None, judged.worst_rank) else []
     kind = found.kind or "unknown"
     return line("; ".join(filter(None, (f"{kind}: {' '.join(parts)}" if parts else kind, found.why))))
@@ -219,29 +200,29 @@ def _by_rank(result: TestResult, journal: Journal) -> list[dict[str, Any]]:
         limit = ""
         if judged.limit is not None:
             source = f" ({judged.limit.source})" if judged.limit.source else ""
-            limit = line(f"{limit_text(judged)}, from {judged.limit.origin or 'an unknown place'}{source}")
+            limit = line(f"{tables.limit_text(judged)}, from {judged.limit.origin or 'an unknown place'}{source}")
         values = {"chart": rank_dots(judged, journal), "limit_from": limit, "table": _values(judged, journal)}
-        found += [{"name": word(metric_name(judged)), **values}] if len(judged.values) > 1 else []
+        found += [{"name": word(tables.metric_name(judged)), **values}] if len(judged.values) > 1 else []
     return found
 
 
 def _values(judged: JudgedMetric, journal: Journal) -> Table | None:
-    worst, rows = worst_ranks_first(judged), []
+    worst, rows = tables.worst_ranks_first(judged), []
     caption, left_out = "Values, worst rank first", ""
     if len(worst) > EMBEDDED_RANKS:
         middle = median([value for value in judged.values.values() if math.isfinite(value)] or [math.nan])
-        rows = [("median", "", "", quantity(middle, judged.unit), "", "", "")]
+        rows = [("median", "", "", tables.quantity(middle, judged.unit), "", "", "")]
         caption = f"Median of {len(worst)} ranks, and the {_WORST} worst"
         left_out = f"the journal has the values of all {len(worst)} ranks"
         worst = worst[:_WORST]
     for rank in worst:
         value, interval = judged.values[rank], judged.intervals.get(rank)
-        distance = margin(judged, value, interval)
+        distance = tables.margin(judged, value, interval)
         cells = (
-            quantity(value, judged.unit, compared_with=nearest_limit(judged, value)),
-            interval_text(judged, interval).removeprefix(", 95 % interval "),
-            "" if distance is None else percent(distance),
-            clock_text(judged.telemetry.get(rank, {})),
+            tables.quantity(value, judged.unit, compared_with=tables.nearest_limit(judged, value)),
+            tables.interval_text(judged, interval).removeprefix(", 95 % interval "),
+            "" if distance is None else tables.percent(distance),
+            tables.clock_text(judged.telemetry.get(rank, {})),
         )
         rows.append((*_place_cells(rank, journal), *cells))
     head = ("Rank", "Host", "GPU", "Value", "95 % interval", "Margin", "Clock and throttle")
@@ -266,7 +247,7 @@ def _telemetry_table(result: TestResult, journal: Journal) -> Table | None:
     shared = _shared_labels(result)
     for judged in worst_first(result.measurements):
         rank = judged.worst_rank
-        text = telemetry_text(judged.telemetry.get(rank, {})) if rank is not None else ""
+        text = tables.telemetry_text(judged.telemetry.get(rank, {})) if rank is not None else ""
         if text and rank is not None:  # values of the same window share their telemetry, which is listed once
             rows.setdefault((rank, text), (*_place_cells(rank, journal), _short_name(judged, shared), text))
     listed, throttled = list(rows.values()), most_throttled(result.telemetry)
@@ -274,7 +255,9 @@ def _telemetry_table(result: TestResult, journal: Journal) -> Table | None:
     first = [*result.culprits, *([] if throttled is None else [throttled])]
     for rank in dict.fromkeys((*first, *(sorted(result.telemetry) if is_small else ()))):
         if result.telemetry.get(rank):
-            listed.append((*_place_cells(rank, journal), "the whole test", telemetry_text(result.telemetry[rank])))
+            listed.append(
+                (*_place_cells(rank, journal), "the whole test", tables.telemetry_text(result.telemetry[rank]))
+            )
     left_out = "" if is_small or not listed else f"the journal has the telemetry of all {journal.run.world_size} ranks"
     head = ("Rank", "Host", "GPU", "During", "Median (lowest to highest)")
     return html_table("Telemetry of the GPUs", head, listed, most=_TELEMETRY, left_out=left_out)
@@ -291,12 +274,12 @@ def headline_values(judged: JudgedMetric, journal: Journal, *, outcome: str = "p
     explains = outcome == "passed" or judged.status in ("failed", "error")
     rank = judged.worst_rank
     return {
-        "metric": word(metric_name(judged)),
-        "value": value_text(judged),
-        "limit": limit_text(judged),
-        "margin": margin_text(judged),
+        "metric": word(tables.metric_name(judged)),
+        "value": tables.value_text(judged),
+        "limit": tables.limit_text(judged),
+        "margin": tables.margin_text(judged),
         "margin_key": judged.margin,
-        "rank": "" if rank is None else word(rank_name(journal, rank, is_short=True)),
+        "rank": "" if rank is None else word(tables.rank_name(journal, rank, is_short=True)),
         "bar": limit_bar(judged) if explains else Markup(""),
     }
 
@@ -326,7 +309,7 @@ def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, 
     result = row.result
     if result is None:
         return None
-    reports = rank_reports(result, journal)
+    reports = tables.rank_reports(result, journal)
     links, more_links = files.of_test(result.nodeid)
     # The ranks of a skipped test all report the reason that the row has already.
     is_redundant = {each.message for each in reports} == {row.why} and result.text.strip() == row.why
@@ -341,7 +324,7 @@ def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, 
     sections = () if passed else result.sections[:_SECTIONS]
     return {
         "place": line(f"{result.nodeid}{f' (line {result.line})' if result.line is not None else ''}"),
-        "spent": time_text(result),
+        "spent": tables.time_text(result),
         # The row has one line of it already.
         "message": "" if passed or result.message.strip() == row.why else passage(result.message, 4096),
         "text": "" if result.text.strip() == row.why else passage(result.text),

@@ -21,17 +21,8 @@ from markupsafe import Markup
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import KIND_NAMES, RankPlace
 from pytest_gpucluster.journal.verdict import marked
+from pytest_gpucluster.reports import failures
 from pytest_gpucluster.reports.facts import facts, run_properties
-from pytest_gpucluster.reports.failures import (
-    MARKS,
-    OK,
-    advice,
-    cluster_map,
-    failure_text,
-    failures_by_place,
-    merged_nodes,
-    place_text,
-)
 from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, row_values
 from pytest_gpucluster.reports.html.nodes import MOST_NODES, course, node_values, spread
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, readable, word
@@ -84,7 +75,7 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
     environment, cluster = journal.environment, journal.cluster
     same, ranks = _inventory(journal)
     nodes, anchors = (
-        cluster_map(journal, overview),
+        failures.cluster_map(journal, overview),
         {row.nodeid: f"c{n}" for n, row in enumerate(rows[:_ROWS], start=1)},
     )
     document = templates.get_template("page.html.j2").render(
@@ -105,8 +96,8 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
             for number, (row, below) in enumerate(zip(rows[:_ROWS], details_of_rows, strict=True), start=1)
         ],
         rows_left_out=max(0, len(rows) - _ROWS),
-        nodes=nodes if len(nodes) <= _NODES else tuple(merged_nodes(nodes)),
-        marks={gpu.mark: MARKS[gpu.mark] for node in nodes for gpu in node.gpus if gpu.mark != OK},
+        nodes=nodes if len(nodes) <= _NODES else tuple(failures.merged_nodes(nodes)),
+        marks={gpu.mark: failures.MARKS[gpu.mark] for node in nodes for gpu in node.gpus if gpu.mark != failures.OK},
         anchors=anchors,
         places=_places(journal, overview, anchors),
         course=course(journal, overview),
@@ -156,7 +147,7 @@ def render_document(
 
 def _reason(journal: Journal, overview: Outline) -> str:
     """Return the reason of the verdict, or where that is a failed test, the places of all culprits: those are below."""
-    places = [place_text(ranks, journal) for ranks in failures_by_place(journal, overview) if ranks]
+    places = [failures.place_text(ranks, journal) for ranks in failures.failures_by_place(journal, overview) if ranks]
     if not places or not any(overview.reason.startswith(row.nodeid) for row in overview.bad):
         return overview.reason
     return some_of(places, _REASONS, "; ")
@@ -164,13 +155,13 @@ def _reason(journal: Journal, overview: Outline) -> str:
 
 def _places(journal: Journal, overview: Outline, anchors: Mapping[str, str]) -> list[tuple[str, str, int, list[str]]]:
     """Return what failed in each place, its link, how many more failures it has, and what to do, for the template."""
-    places = [(rows[0], len(rows) - 1) for rows in failures_by_place(journal, overview).values()]
+    places = [(rows[0], len(rows) - 1) for rows in failures.failures_by_place(journal, overview).values()]
     return [
         (
-            line(failure_text(row, journal, name=display_name(row.name))),
+            line(failures.failure_text(row, journal, name=display_name(row.name))),
             anchors.get(row.nodeid, "criteria"),
             more,
-            list(map(line, advice(row))),
+            list(map(line, failures.advice(row))),
         )
         for row, more in places[:_PLACES]
     ]

@@ -23,16 +23,7 @@ from pytest_gpucluster.agreement.liveness import process_state
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.reports import registry as reports
-from pytest_gpucluster.reports.recorder.client import (
-    BEAT,
-    CHUNK_BYTES,
-    END,
-    FAULT_FILE,
-    HEADER,
-    LINE,
-    RETRY,
-    reports_seconds,
-)
+from pytest_gpucluster.reports.recorder import client
 from pytest_gpucluster.reports.recorder.writer import OWN_PROBLEM, RunWriter
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
@@ -101,7 +92,7 @@ class Session:
             self._record_death()
         begin = time.monotonic()
         self._send_result("done", self._writer.close())
-        left = max(_LEAST_SECONDS, reports_seconds(self._writer.run_dir) - (time.monotonic() - begin))
+        left = max(_LEAST_SECONDS, client.reports_seconds(self._writer.run_dir) - (time.monotonic() - begin))
         self._send_result("missing", self._writer.render_reports(left))
         if not self._is_closed and self._fault_file is not None:
             detached_process.end_stale_processes([str(self._fault_file)])
@@ -122,7 +113,7 @@ class Session:
     def _receive(self) -> None:
         while self._is_connected and not self._is_closed:
             try:
-                packet = self._channel.recv(HEADER.size + CHUNK_BYTES)
+                packet = self._channel.recv(client.HEADER.size + client.CHUNK_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -131,36 +122,36 @@ class Session:
                 # It closed the socket. Its exit is detected separately: a forked child may keep the socket open.
                 self._is_connected = False
                 return
-            number, is_last = HEADER.unpack_from(packet)
+            number, is_last = client.HEADER.unpack_from(packet)
             if number <= self._last_packet:
                 continue
             self._last_packet = number
-            self._message += packet[HEADER.size :]
+            self._message += packet[client.HEADER.size :]
             if is_last:
                 message, self._message = bytes(self._message), bytearray()
                 self._heard_at = time.monotonic()
                 self._handle(message[:1], message[1:])
 
     def _handle(self, kind: bytes, content: bytes) -> None:
-        if kind == BEAT:
+        if kind == client.BEAT:
             if self._silence:
                 self._silence = ""
                 self._writer.add({"type": "silence", "at": _now(), "message": "", "text": ""})
-        elif kind == FAULT_FILE:
+        elif kind == client.FAULT_FILE:
             self._fault_file, self._fault_offset = Path(os.fsdecode(content)), 0
             self._skip_fault_text()
-        elif kind == RETRY:
+        elif kind == client.RETRY:
             self._writer.retry()
             if self._send({"failure": self._writer.failure, "again": None}):
                 self._reported_failure = self._writer.failure
-        elif kind in (LINE, END):
+        elif kind in (client.LINE, client.END):
             self._silence = ""
             before = self._writer.builder.running
             self._writer.add_encoded(content)
             if self._writer.builder.running is not before:
                 self._started_at = time.monotonic()
                 self._skip_fault_text()
-            if kind == END:
+            if kind == client.END:
                 self._is_closed = True
                 journal = self._writer.journal()
                 if journal is not None and journal.end is None:
