@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.analysis.certificate import (
-    certificate_content,
-    journal_digest,
-    journal_mismatches,
-    read_certificate,
-    seal,
-    seal_problems,
-)
+from pytest_gpucluster.analysis import certificate
 from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import CertificateError
@@ -52,8 +45,6 @@ _EXIT_CODES = {
         "write one of any run, such as a rejected delivery; it states that it accepts nothing, and why",
     ),
     help="create the certificate of an accepted run, sealed by a digest",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _create(options: argparse.Namespace) -> int:
     """Write the certificate of an accepted run: the parts of each node (UUID, serial number, board part number, VBIOS,
@@ -64,15 +55,15 @@ def _create(options: argparse.Namespace) -> int:
     path, out = locate(options.journal), options.out or "-"
     cli.require_distinct([("--out", out)], [path], "the journal itself")
     cli.require_new_file("--out", out, force=options.force)
-    sha256, journal = journal_digest(path)
-    content = certificate_content(journal, sha256=sha256)
+    sha256, journal = certificate.journal_digest(path)
+    content = certificate.certificate_content(journal, sha256=sha256)
     blockers = content["not_accepted_because"]
     if blockers and not options.even_though_not_accepted:
         cli.complain(f"{path}: not accepted, so there is no certificate of it:", NOT_ACCEPTED)
         _print_list(blockers, sys.stderr)
         return cli.complain("--even-though-not-accepted writes one that states so", NOT_ACCEPTED)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    text, digest = seal(content, at=now, by=options.by or "", note=options.note or "", version=__version__)
+    text, digest = certificate.seal(content, at=now, by=options.by or "", note=options.note or "", version=__version__)
     cli.write_text(out, text)
     gpus = sum(len(node["gpus"]) for node in content["nodes"])
     verdict = "accepted" if not blockers else f"NOT ACCEPTED ({content['verdict']['word']})"
@@ -92,8 +83,6 @@ def _create(options: argparse.Namespace) -> int:
     cli.option("--journal JOURNAL", "the run that it must match", type=Path),
     cli.option("--sha256 DIGEST", "its digest, as kept elsewhere"),
     help="check whether a certificate is intact",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _verify(options: argparse.Namespace) -> int:
     """Check whether a certificate was changed since it was made, and whether it belongs to a journal.
@@ -101,12 +90,12 @@ def _verify(options: argparse.Namespace) -> int:
     A digest protects only if it is kept elsewhere, too: compare the two.
     """
     known_digest = options.sha256
-    document = read_certificate(options.certificate)
+    document = certificate.read_certificate(options.certificate)
     name = printable(str(options.certificate))
-    problems = seal_problems(document, known_digest=known_digest)
+    problems = certificate.seal_problems(document, known_digest=known_digest)
     if options.journal is not None:
-        sha256, journal = journal_digest(locate(options.journal))
-        problems += journal_mismatches(document, journal, sha256)
+        sha256, journal = certificate.journal_digest(locate(options.journal))
+        problems += certificate.journal_mismatches(document, journal, sha256)
     if problems:
         print(f"NOT INTACT: {name}")
         _print_list(problems)
@@ -138,14 +127,12 @@ def _verify(options: argparse.Namespace) -> int:
     cli.argument("old", metavar="OLD", type=Path, help="a certificate"),
     cli.argument("new", metavar="NEW", type=Path, help="a later one of the same nodes"),
     help="compare the parts in two certificates",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _diff(options: argparse.Namespace) -> int:
     """Name the parts that were moved, replaced, added or removed between two certificates, and firmware that
     changed.
     """
-    old, new = read_certificate(options.old), read_certificate(options.new)
+    old, new = certificate.read_certificate(options.old), certificate.read_certificate(options.new)
     for document in (old, new):
         if not document.is_intact:
             raise CertificateError(
@@ -173,4 +160,6 @@ def _print_entry(label: str, text: str, stream: TextIO | None = None) -> None:
 COMMAND = cli.Group(
     description="Certify what was accepted: every part, value and limit, sealed by a digest.",
     commands={"create": _create, "verify": _verify, "diff": _diff},
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
 )

@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -68,25 +68,25 @@ class Command:
         run: carries it out and returns the exit code. Its docstring is the help.
         help: one line for the list of a group's commands.
         arguments: without heavy imports.
-        examples: lines of the help, one command each.
-        codes: exit code -> its meaning, in addition to the common ones.
+        examples: lines of the help, one command each; by default those of the group.
+        codes: exit code -> its meaning, in addition to the common ones and those of the group.
         usage: instead of argparse's own.
     """
 
     run: Callable[[argparse.Namespace], int]
     help: str = ""
     arguments: Sequence[Argument] = ()
-    examples: str
-    codes: Mapping[int, str]
+    examples: str = ""
+    codes: Mapping[int, str] = field(default_factory=dict)
     usage: str | None = None
 
-    def configure(self, parser: argparse.ArgumentParser) -> None:
+    def configure(self, parser: argparse.ArgumentParser, group: Group | None = None) -> None:
         """Set a parser's help, and add the arguments. ``options.refuse`` is the usage error of the command."""
         lines = ["exit codes:"]
-        for code, text in sorted({**_COMMON_CODES, **self.codes}.items()):
+        for code, text in sorted({**_COMMON_CODES, **(group.codes if group else {}), **self.codes}.items()):
             lines += textwrap.wrap(text, _HELP_COLUMNS, initial_indent=f"  {code:<4}", subsequent_indent=" " * 6)
         parser.description = inspect.getdoc(self.run)
-        examples = textwrap.indent(textwrap.dedent(self.examples), "  ")
+        examples = textwrap.indent(textwrap.dedent(self.examples or (group.examples if group else "")), "  ")
         parser.epilog = "\n".join([f"examples:\n{examples}", *lines]) + "\n"
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         parser.usage = self.usage
@@ -95,11 +95,9 @@ class Command:
         parser.set_defaults(run=self.run, refuse=parser.error)
 
 
-def command(
-    *arguments: Argument, help: str = "", examples: str, codes: Mapping[int, str], usage: str | None = None
-) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function a :class:`Command`. Its docstring is the help; ``codes`` are its own exit codes."""
-    return lambda run: Command(run=run, help=help, arguments=arguments, examples=examples, codes=codes, usage=usage)
+def command(*arguments: Argument, **settings: Any) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a function a :class:`Command` with these attributes. Its docstring is the help."""
+    return lambda run: Command(run=run, arguments=arguments, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +106,15 @@ class Group:
 
     description: str
     commands: Mapping[str, Command]
+    examples: str = ""
+    codes: Mapping[int, str] = field(default_factory=dict)
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the commands to a parser."""
         parser.description = self.description
         inner = parser.add_subparsers(dest="step", metavar="COMMAND", required=True)
         for name, command in self.commands.items():
-            command.configure(inner.add_parser(name, help=command.help))
+            command.configure(inner.add_parser(name, help=command.help), self)
 
 
 def argument(name: str, help: str, **settings: Any) -> Argument:

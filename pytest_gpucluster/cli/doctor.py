@@ -15,16 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpucluster.cli import command as cli
-from pytest_gpucluster.cli import run_hosts
-from pytest_gpucluster.cli.doctor_findings import (
-    Facts,
-    Forecast,
-    KubernetesFacts,
-    Obstacle,
-    Rendezvous,
-    SlurmFacts,
-    examine,
-)
+from pytest_gpucluster.cli import doctor_findings, run_hosts
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.journal.verdict import VARIABLE
 from pytest_gpucluster.launch.master_address import why_unknown
@@ -84,7 +75,7 @@ def _doctor(options: argparse.Namespace) -> int:
     """
 
     facts = collect(options, os.environ)
-    found = examine(facts)
+    found = doctor_findings.examine(facts)
     cli.write_text("-", render(facts, found, width=cli.columns(60)))
     return cli.NEGATIVE if any(one.kind != "note" for one, _ in found) else cli.DONE
 
@@ -96,7 +87,7 @@ def collect(
     run: Callable[..., Output] = run_program,
     resolve: Callable[..., str | None] = why_unknown,
     probe: Callable[[str, int], str] | None = None,
-) -> Facts:
+) -> doctor_findings.Facts:
     """Collect what :func:`doctor_findings.examine` needs.
 
     Args:
@@ -130,7 +121,7 @@ def collect(
         unknown = resolve(place.host, may_come=in_pod)
         answer = (probe or probe_port)(place.host, place.port) if unknown is None and place.port else ""
         rendezvous = replace(place, unknown=unknown, answer=answer)
-    return Facts(
+    return doctor_findings.Facts(
         host=here,
         plan=plan,
         limits=cli.load_limits([Path(plan.thresholds)] if plan.thresholds else []),
@@ -144,21 +135,21 @@ def collect(
     )
 
 
-def rendezvous_of(launch: Sequence[str], environ: Mapping[str, str], nodes: int) -> Rendezvous | None:
+def rendezvous_of(launch: Sequence[str], environ: Mapping[str, str], nodes: int) -> doctor_findings.Rendezvous | None:
     """Return where ranks meet: by torchrun's options; without any by ``MASTER_ADDR``, else on a job's first node.
     Port 0: it is derived later. None: it was not given, or not needed."""
     place = rendezvous_host(launch, environ)
     if place is not None:
-        return Rendezvous(option=place[0], host=place[1], port=rendezvous_port(launch, environ))
+        return doctor_findings.Rendezvous(option=place[0], host=place[1], port=rendezvous_port(launch, environ))
     if launch:  # of torchrun, which reads no MASTER_ADDR
         return None
     if nodes > 1 and (host := environ.get("MASTER_ADDR")):
         port = environ.get("MASTER_PORT", "")
-        return Rendezvous(option="MASTER_ADDR", host=host, port=int(port) if port.isdecimal() else 0)
+        return doctor_findings.Rendezvous(option="MASTER_ADDR", host=host, port=int(port) if port.isdecimal() else 0)
     if nodes > 1 and "SLURM_JOB_ID" in environ:
         with contextlib.suppress(EnvironmentBroken):  # which _slurm reports
             first = scheduler.nodes_of_job(environ)[0]
-            return Rendezvous(option="the first node of the job", host=first, port=0)
+            return doctor_findings.Rendezvous(option="the first node of the job", host=first, port=0)
     return None
 
 
@@ -176,13 +167,15 @@ def _over_ssh(
     return hosts, launch, [*forwarded, *expect]
 
 
-def _forecast(run: Callable[..., Output], arguments: Sequence[str], environ: Mapping[str, str]) -> Forecast:
+def _forecast(
+    run: Callable[..., Output], arguments: Sequence[str], environ: Mapping[str, str]
+) -> doctor_findings.Forecast:
     with tempfile.TemporaryDirectory(prefix="gpucluster-doctor-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "forecast.json"
         program = [sys.executable, "-m", _FORECAST, str(file), *arguments]
         output = run(program, _FORECAST_SECONDS, environ={**environ, VARIABLE: folder})
         if output.code == 0 and file.exists():
-            return codec.read(Forecast, json.loads(file.read_bytes()), "the forecast")
+            return codec.read(doctor_findings.Forecast, json.loads(file.read_bytes()), "the forecast")
     text = "\n".join(line for line in (output.errors or output.text).splitlines() if line.strip())
     code = cli.USAGE if output.code == 4 else cli.BROKEN_EXIT
     raise cli.CommandError(code, f"pytest cannot collect these tests: {clip(text, 2000) or output.why_not}")
@@ -209,36 +202,38 @@ def probe_port(host: str, port: int) -> str:
         return "silent"
 
 
-def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[str, str]) -> SlurmFacts:
+def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[str, str]) -> doctor_findings.SlurmFacts:
     if why := scheduler.why_unavailable():
-        return SlurmFacts(why_not=why)
+        return doctor_findings.SlurmFacts(why_not=why)
     try:
         of_job = ["--nodes", ",".join(scheduler.nodes_of_job(environ))] if "SLURM_JOB_ID" in environ else []
         scheduler.ping()
     except EnvironmentBroken as error:
-        return SlurmFacts(why_not=str(error))
+        return doctor_findings.SlurmFacts(why_not=str(error))
     which = of_job or (["--partition", partition] if partition else [])
     shown = run(["scontrol", "show", "config"], scheduler.ANSWER_SECONDS)
     listed = run(["sinfo", "--noheader", "--Node", *which, "--format", "%N|%G"], scheduler.ANSWER_SECONDS)
     if why := shown.why_not or listed.why_not:
-        return SlurmFacts(why_not=why)
+        return doctor_findings.SlurmFacts(why_not=why)
     pairs = (line.partition("=") for line in shown.text.splitlines())
     nodes = (line.partition("|") for line in listed.text.splitlines())
-    return SlurmFacts(
+    return doctor_findings.SlurmFacts(
         config={name.strip(): value.strip() for name, _, value in pairs},
         gpus={node.strip(): scheduler.gpus_of_gres(gres) for node, _, gres in nodes if node.strip()},
     )
 
 
-def _kubernetes(run: Callable[..., Output], namespace: str | None, selector: str | None) -> KubernetesFacts:
+def _kubernetes(
+    run: Callable[..., Output], namespace: str | None, selector: str | None
+) -> doctor_findings.KubernetesFacts:
     own = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
     client = run([*own, "version", "--client", "--output=json"], CALL_SECONDS)
     if client.why_not:
-        return KubernetesFacts(version="", why_not=client.why_not)
+        return doctor_findings.KubernetesFacts(version="", why_not=client.why_not)
     rights = {right: run([*own, "auth", "can-i", *right.split()], CALL_SECONDS).text.strip() for right in _RIGHTS}
     which = [f"--selector={selector}"] if selector else []
     listed = run([*own, "get", "nodes", *which, "--output=json"], CALL_SECONDS)
-    return KubernetesFacts(
+    return doctor_findings.KubernetesFacts(
         version=client_version(client.text),
         denied=[right for right, answer in rights.items() if answer != "yes"],
         nodes=[] if listed.why_not else parse_items(listed.text, "Node"),
@@ -246,7 +241,7 @@ def _kubernetes(run: Callable[..., Output], namespace: str | None, selector: str
     )
 
 
-def render(facts: Facts, found: Sequence[Obstacle], *, width: int) -> str:
+def render(facts: doctor_findings.Facts, found: Sequence[doctor_findings.Obstacle], *, width: int) -> str:
     """Return the report: each finding, those that decide first, and the criteria that they cost."""
     plan = facts.plan
     shape = f"{plural(plan.nodes, 'node')} x {plural(plan.ranks_per_node, 'rank')} on {plan.device}"

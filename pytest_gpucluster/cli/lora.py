@@ -93,8 +93,6 @@ def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
     cli.option("--out FILE", "write the blocks here, as safetensors", type=Path, required=True),
     *_ROW_OPTIONS,
     help="pack rows into blocks of tokens",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 @_with_lora
 def _prepare(options: argparse.Namespace) -> int:
@@ -154,8 +152,6 @@ def _prepare(options: argparse.Namespace) -> int:
     cli.option("--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)"),
     *_ROW_OPTIONS,
     help="evaluate the function calls of a saved adapter",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 @_with_lora
 def _evaluate(options: argparse.Namespace) -> int:
@@ -242,8 +238,6 @@ def _wrong_answer(answer: Answer) -> dict[str, Any]:
     ),
     cli.option("--out FILE", "write the reference curve here", type=Path, required=True),
     help="make a reference curve of the losses of one or more runs",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _reference_curve(options: argparse.Namespace) -> int:
     """Make a reference loss curve of one or more runs of the same experiment, for --gpucluster-reference-curve."""
@@ -286,4 +280,6 @@ def _require_passed(curve: Path) -> None:
 COMMAND = cli.Group(
     description="Prepare the data of the LoRA criteria, and work with the results of a training.",
     commands={"prepare": _prepare, "evaluate": _evaluate, "reference-curve": _reference_curve},
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
 )

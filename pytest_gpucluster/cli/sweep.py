@@ -67,8 +67,6 @@ def _at_once(default: int) -> cli.Argument:
     _at_once(1024),
     cli.option("--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append"),
     help="in a Slurm allocation",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
     usage=_USAGE.format("slurm"),
 )
 def _slurm(options: argparse.Namespace) -> int:
@@ -88,8 +86,6 @@ def _slurm(options: argparse.Namespace) -> int:
     *access_arguments(),
     _at_once(256),
     help="over ssh, without a scheduler",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
     usage=_USAGE.format("ssh HOSTS"),
 )
 def _ssh(options: argparse.Namespace) -> int:
@@ -123,8 +119,6 @@ def _ssh(options: argparse.Namespace) -> int:
         default="/tmp/gpucluster-report",
     ),
     help="with kubectl",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
     usage=_USAGE.format("kubernetes"),
 )
 def _kubernetes(options: argparse.Namespace) -> int:
@@ -209,4 +203,6 @@ COMMAND = cli.Group(
     "them; then run it on all nodes that survived together. Arguments after -- go to pytest (default: acceptance/ of "
     "this folder, else the suite in the package).",
     commands={"slurm": _slurm, "ssh": _ssh, "kubernetes": _kubernetes},
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
 )

@@ -59,8 +59,6 @@ def _declare_metrics(plugin: str) -> None:
     cli.argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits"),
     cli.option("--plugin FILE", "a conftest.py or a module that declares metrics of your own", action="append"),
     help="find all problems in files of limits",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _check(options: argparse.Namespace) -> int:
     """Find all problems in files of limits, each with file, line and column.
@@ -108,8 +106,6 @@ def _check(options: argparse.Namespace) -> int:
     cli.option("--spreads K", "spreads below the median", type=cli.number(0.001, 99.999, of=float), default=3.0),
     cli.option("--force", "replace an existing file"),
     help="propose floors from accepted runs",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _calibrate(options: argparse.Namespace) -> int:
     """Propose floors from the journals of one or more ACCEPTED runs of the same SKU and workload, as a file of limits
@@ -181,8 +177,6 @@ def _floor(one: calibration.Series, sku: str, *, spreads: float) -> calibration.
     ),
     cli.THRESHOLDS,
     help="explain which limit decides, and why",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _explain(options: argparse.Namespace) -> int:
     """Print the limits in force, each with its file, line and source.
@@ -280,8 +274,6 @@ NOT_JUDGED = 10
     cli.option("--label KEY=VALUE", "how it was measured", type=cli.key_value, action="append"),
     cli.THRESHOLDS,
     help="compare values that were measured elsewhere with the limits",
-    examples=_EXAMPLES,
-    codes=_EXIT_CODES,
 )
 def _judge(options: argparse.Namespace) -> int:
     """Compare values that were measured elsewhere with the limits: a line for each, with its limit, margin, and
@@ -347,4 +339,6 @@ def _judged_line(judged: JudgedMetric, unit: str) -> tuple[int, str]:
 COMMAND = cli.Group(
     description="Check files of limits, explain which limit decides, and propose floors from accepted runs.",
     commands={"check": _check, "explain": _explain, "calibrate": _calibrate, "judge": _judge},
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
 )

@@ -15,22 +15,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics.stats import median, percentile
-from pytest_gpucluster.reports.charts.svg import (
-    ACCENT,
-    BAD,
-    GOOD,
-    GRID,
-    INK,
-    MUTED,
-    SHAPES,
-    Drawing,
-    Scale,
-    finite,
-    span,
-    text_width,
-    tick_text,
-    ticks,
-)
+from pytest_gpucluster.reports.charts import svg
 from pytest_gpucluster.reports.summary import is_better_higher, peak_value
 from pytest_gpucluster.reports.tables import limit_text, margin, metric_name, quantity, rank_name
 from pytest_gpucluster.text import one_line
@@ -41,8 +26,8 @@ _MOST_MARKS = 40
 _MOST_POINTS = 240
 # Four of Okabe and Ito's colours with contrast on white and on black.
 # Source: M. Okabe, K. Ito, "Color Universal Design", https://jfly.uni-koeln.de/color/.
-_COLOURS = (ACCENT, "var(--series-2, #d55e00)", "var(--series-3, #009e73)", "var(--series-4, #cc79a7)")
-_TONES = {"bad": BAD, "muted": MUTED, "ink": INK}
+_COLOURS = (svg.ACCENT, "var(--series-2, #d55e00)", "var(--series-3, #009e73)", "var(--series-4, #cc79a7)")
+_TONES = {"bad": svg.BAD, "muted": svg.MUTED, "ink": svg.INK}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +83,21 @@ def line_chart(
     levels = [level for level in levels if math.isfinite(level.value)]
     drawn = [_drawable(line, log_x) for line in lines]
     xs = [x for points in drawn for x, y in points if math.isfinite(y)]
-    ys = finite([*(y for points in drawn for _, y in points), *(level.value for level in levels)])
-    drawing = Drawing(_WIDTH, height, title=title, label="line-chart")
+    ys = svg.finite([*(y for points in drawn for _, y in points), *(level.value for level in levels)])
+    drawing = svg.Drawing(_WIDTH, height, title=title, label="line-chart")
     if not xs or not ys:
-        drawing.text(_WIDTH / 2, height / 2, "no values to draw", MUTED, anchor="middle")
+        drawing.text(_WIDTH / 2, height / 2, "no values to draw", svg.MUTED, anchor="middle")
         return drawing.done()
-    low, high = span(ys, zero=min(ys) >= 0)
-    y = Scale(low=low, high=high, start=bottom, end=top)
+    low, high = svg.span(ys, zero=min(ys) >= 0)
+    y = svg.Scale(low=low, high=high, start=bottom, end=top)
     right = _vertical_axis(drawing, y, levels, y_label, names=[line.name for line in lines])
     x_low, x_high = min(xs), max(xs)
     if x_low == x_high:
         x_low, x_high = (x_low, min(2 * x_high, sys.float_info.max)) if log_x else (x_low - 0.5, x_high + 0.5)
-    x = Scale(low=x_low, high=x_high, start=_LEFT + 8, end=right - 8, log=log_x)
+    x = svg.Scale(low=x_low, high=x_high, start=_LEFT + 8, end=right - 8, log=log_x)
     if x_ticks is None:
-        found = ticks(x.low, x.high, 8)
-        x_ticks = {value: tick_text(value, found) for value in found}
+        found = svg.ticks(x.low, x.high, 8)
+        x_ticks = {value: svg.tick_text(value, found) for value in found}
     places = ((x(value), text) for value, text in x_ticks.items() if x.low <= value <= x.high)
     _horizontal_axis(drawing, places, right, bottom, x_label)
     labels = [(y(level.value), level.name, _TONES[level.tone]) for level in levels]
@@ -127,7 +112,7 @@ def line_chart(
                 width = 1.0 if line.tone == "muted" else 1.8
                 drawing.path(part, colour, dash="5 3" if line.dashed else "", width=width)
         if len(known) <= _MOST_MARKS and (line.tone != "muted" or not line.is_joined or len(known) == 1):
-            shape = "cross" if line.tone == "bad" else SHAPES[max(0, number) % 3]
+            shape = "cross" if line.tone == "bad" else svg.SHAPES[max(0, number) % 3]
             drawing.marks(known, colour, shape=shape, size=4 if line.tone == "bad" else 2.8)
         if known:
             labels.append((known[-1][1], line.name, colour))
@@ -142,25 +127,25 @@ def _drawable(line: Line, log_x: bool) -> list[tuple[float, float]]:
 
 
 def _vertical_axis(
-    drawing: Drawing, scale: Scale, levels: Sequence[Level], unit: str, names: Sequence[str] = ()
+    drawing: svg.Drawing, scale: svg.Scale, levels: Sequence[Level], unit: str, names: Sequence[str] = ()
 ) -> float:
     """Draw round values with their grid lines, the unit above and the levels; return where the chart ends, as there is
     room for the names of levels and lines."""
     every = [one_line(name, _LABEL_CHARACTERS) for name in (*names, *(level.name for level in levels))]
-    right = _WIDTH - 14 - max(map(text_width, every), default=0.0)
-    marks = ticks(scale.low, scale.high)
+    right = _WIDTH - 14 - max(map(svg.text_width, every), default=0.0)
+    marks = svg.ticks(scale.low, scale.high)
     for value in marks:
-        drawing.line(_LEFT, scale(value), right, scale(value), GRID, width=0.7)
-        drawing.text(_LEFT - 5, scale(value) + 3.5, tick_text(value, marks), MUTED, anchor="end")
-    drawing.text(4, 10, unit, MUTED)
+        drawing.line(_LEFT, scale(value), right, scale(value), svg.GRID, width=0.7)
+        drawing.text(_LEFT - 5, scale(value) + 3.5, svg.tick_text(value, marks), svg.MUTED, anchor="end")
+    drawing.text(4, 10, unit, svg.MUTED)
     for level in levels:
         drawing.line(_LEFT, scale(level.value), right, scale(level.value), _TONES[level.tone], width=1.2, dash="5 3")
     return right
 
 
 def _horizontal_axis(
-    drawing: Drawing,
-    ticks: Iterable[tuple[float, str]],
+    drawing: svg.Drawing,
+    marks: Iterable[tuple[float, str]],
     right: float,
     bottom: float,
     label: str,
@@ -168,18 +153,18 @@ def _horizontal_axis(
     left: float = _LEFT,
 ) -> None:
     """Draw the axis with a text at each (place, text), as far as they fit, and a label below."""
-    drawing.line(left, bottom, right, bottom, MUTED)
+    drawing.line(left, bottom, right, bottom, svg.MUTED)
     free = -math.inf
-    for at, text in ticks:
-        half = text_width(text) / 2
-        drawing.line(at, bottom, at, bottom + 4, MUTED)
+    for at, text in marks:
+        half = svg.text_width(text) / 2
+        drawing.line(at, bottom, at, bottom + 4, svg.MUTED)
         if at - half > free:  # else it would overlap the previous one
-            drawing.text(at, bottom + 15, text, MUTED, anchor="middle")
+            drawing.text(at, bottom + 15, text, svg.MUTED, anchor="middle")
             free = at + half + 4
-    drawing.text((left + right) / 2, bottom + 32, label, MUTED, anchor="middle")
+    drawing.text((left + right) / 2, bottom + 32, label, svg.MUTED, anchor="middle")
 
 
-def _end_labels(drawing: Drawing, labels: Iterable[tuple[float, str, str]], *, x: float, lowest: float) -> None:
+def _end_labels(drawing: svg.Drawing, labels: Iterable[tuple[float, str, str]], *, x: float, lowest: float) -> None:
     ordered = sorted((label for label in labels if label[1]), key=lambda label: label[0])
     places: list[float] = []
     for at, _, _ in ordered:
@@ -195,7 +180,7 @@ def limit_bar(judged: JudgedMetric) -> Markup:
     If the limit is only a ratio to the other ranks' median, the bar is that ratio. Empty without limit and peak.
     """
     value, limit, peak = judged.value, judged.limit, peak_value(judged)
-    bounds = [] if limit is None else finite([limit.min, limit.max])
+    bounds = [] if limit is None else svg.finite([limit.min, limit.max])
     if limit is not None and not bounds and limit.min_ratio_to_median is not None:
         value, bounds, peak = judged.ratio_to_median, [limit.min_ratio_to_median], None
     bounds = [bound for bound in bounds if bound >= 0]
@@ -204,20 +189,20 @@ def limit_bar(judged: JudgedMetric) -> Markup:
     width, height, top, thick = 168.0, 18.0, 5.0, 8.0
     texts = [quantity(judged.value, judged.unit), f"limit {limit_text(judged)}"]
     texts += [f"data sheet peak {quantity(peak, judged.unit)}"] if peak is not None else []
-    drawing = Drawing(width, height, title=f"{judged.status}: {', '.join(texts)}", label="limit-bar")
-    scale = Scale(low=0.0, high=1.06 * max([*finite([value, peak, *bounds]), 1e-300]), start=1.0, end=width - 5)
+    drawing = svg.Drawing(width, height, title=f"{judged.status}: {', '.join(texts)}", label="limit-bar")
+    scale = svg.Scale(low=0.0, high=1.06 * max([*svg.finite([value, peak, *bounds]), 1e-300]), start=1.0, end=width - 5)
     middle = top + thick / 2
-    drawing.rectangle(1.0, top, width - 2, thick, fill="none", stroke=GRID, stroke_width=0.8)
+    drawing.rectangle(1.0, top, width - 2, thick, fill="none", stroke=svg.GRID, stroke_width=0.8)
     if value is None or not math.isfinite(value) or value < 0:
-        drawing.text(width / 2, middle + 3.5, "no value to draw", BAD, anchor="middle", size=9)
+        drawing.text(width / 2, middle + 3.5, "no value to draw", svg.BAD, anchor="middle", size=9)
     else:
-        colour = {"passed": GOOD, "failed": BAD, "error": BAD}.get(judged.status, ACCENT)
+        colour = {"passed": svg.GOOD, "failed": svg.BAD, "error": svg.BAD}.get(judged.status, svg.ACCENT)
         # At least one unit wide, so that a tiny value is visible.
         drawing.rectangle(1.0, top, max(1.0, scale(value) - 1.0), thick, fill=colour)
     for bound in bounds:
-        drawing.line(scale(bound), 1.0, scale(bound), height - 1, INK, width=2)
+        drawing.line(scale(bound), 1.0, scale(bound), height - 1, svg.INK, width=2)
     if peak is not None:
-        drawing.marks([(scale(peak), middle)], MUTED, shape="diamond", size=3.2)
+        drawing.marks([(scale(peak), middle)], svg.MUTED, shape="diamond", size=3.2)
     return drawing.done()
 
 
@@ -241,31 +226,31 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
     order = sorted(judged.values)
     broken, missing = [rank for rank in order if rank not in values], missing_ranks(judged)
     is_small = len(order) <= _FEW_RANKS
-    intervals = {rank: pair for rank, pair in judged.intervals.items() if rank in values and len(finite(pair)) == 2}
+    intervals = {rank: pair for rank, pair in judged.intervals.items() if rank in values and len(svg.finite(pair)) == 2}
     intervals = intervals if is_small else {}
     levels = [Level(name="median", value=median(list(values.values())), tone="muted")] if len(values) > 1 else []
     for sign, bound in (("≥", judged.limit.min), ("≤", judged.limit.max)) if judged.limit is not None else ():
         if bound is not None and math.isfinite(bound):
             levels.append(Level(name=f"limit {sign} {quantity(bound, judged.unit)}", value=bound))
     ends = (end for pair in intervals.values() for end in pair)
-    low, high = span([*values.values(), *ends, *(level.value for level in levels)])
+    low, high = svg.span([*values.values(), *ends, *(level.value for level in levels)])
     top, bottom = 20.0, 160.0
     lane = bottom + (_LANE if broken else 0.0)
-    y = Scale(low=low, high=high, start=bottom, end=top)
+    y = svg.Scale(low=low, high=high, start=bottom, end=top)
     title = f"{metric_name(judged)} of {len(order)} ranks, {len(missing)} miss the limit, {len(broken)} have no number"
-    drawing = Drawing(_WIDTH, lane + 40.0, title=title, label="rank-dots")
+    drawing = svg.Drawing(_WIDTH, lane + 40.0, title=title, label="rank-dots")
     right = _vertical_axis(drawing, y, levels, judged.unit)
     step = (right - _LEFT) / len(order)
     x = {rank: _LEFT + (number + 0.5) * step for number, rank in enumerate(order)}
     _horizontal_axis(drawing, _hosts(journal, x), right, lane, f"ranks {order[0]} to {order[-1]}, by host")
     for rank, (begin, end) in intervals.items():
-        drawing.line(x[rank], y(begin), x[rank], y(end), BAD if rank in missing else ACCENT, width=1)
+        drawing.line(x[rank], y(begin), x[rank], y(end), svg.BAD if rank in missing else svg.ACCENT, width=1)
     places = {rank: (x[rank], y(value)) for rank, value in values.items()}
     good = [place for rank, place in places.items() if rank not in missing]
-    drawing.marks(good, ACCENT, size=3.2 if is_small else 1.4)
-    drawing.marks([places[rank] for rank in missing], BAD, shape="cross", size=3.2)
+    drawing.marks(good, svg.ACCENT, size=3.2 if is_small else 1.4)
+    drawing.marks([places[rank] for rank in missing], svg.BAD, shape="cross", size=3.2)
     for rank in broken[:_FEW_RANKS]:
-        drawing.text(x[rank], lane - 3, "?", BAD, anchor="middle", bold=True)
+        drawing.text(x[rank], lane - 3, "?", svg.BAD, anchor="middle", bold=True)
     labels = [(y(level.value), level.name, _TONES[level.tone]) for level in levels]
     _end_labels(drawing, labels, x=right + 4, lowest=bottom + 4)
     if missing or broken:
@@ -274,9 +259,9 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         name = one_line(f"{rank_name(journal, worst, is_short=True)}{more}", 60)
         mark = places.get(worst, (x[worst], lane - 3))[1]
-        half = text_width(name) / 2
+        half = svg.text_width(name) / 2
         at = min(max(x[worst], _LEFT + half), right - half)
-        drawing.text(at, mark + (15.0 if mark < 90 else -8.0), name, BAD, anchor="middle")
+        drawing.text(at, mark + (15.0 if mark < 90 else -8.0), name, svg.BAD, anchor="middle")
     return drawing.done()
 
 
@@ -336,23 +321,27 @@ def time_chart(bars: Sequence[Bar]) -> Markup:
     bottom = 8 + high * len(drawn)
     last = max((bar.end for bar in drawn), default=0.0)
     unit, size = ("min", 60.0) if last > 300 else ("s", 1.0)
-    x = Scale(low=0.0, high=max(last / size, 1e-9), start=_NAMES, end=_WIDTH - 14)
+    x = svg.Scale(low=0.0, high=max(last / size, 1e-9), start=_NAMES, end=_WIDTH - 14)
     bad = sum(bar.is_bad for bar in drawn)
-    drawing = Drawing(
+    drawing = svg.Drawing(
         _WIDTH, bottom + 40, title=f"{len(drawn)} of {len(bars)} tests over time, {bad} failed", label="time"
     )
     for row, bar in enumerate(drawn):
-        top, colour = 8 + high * row, BAD if bar.is_bad else ACCENT
+        top, colour = 8 + high * row, svg.BAD if bar.is_bad else svg.ACCENT
         drawing.text(
-            _NAMES - 5, top + 9, one_line(bar.name, _NAME_CHARACTERS), colour if bar.is_bad else INK, anchor="end"
+            _NAMES - 5, top + 9, one_line(bar.name, _NAME_CHARACTERS), colour if bar.is_bad else svg.INK, anchor="end"
         )
         begin, end = x(bar.begin / size), x(bar.end / size)
         drawing.rectangle(begin, top + 2, max(1.5, end - begin), high - 4, fill=colour)
         if bar.searched_from < bar.end:
             search = x(bar.searched_from / size)
-            drawing.rectangle(search, top + 2, end - search, high - 4, fill="none", stroke=INK, stroke_dasharray="2 2")
-    found = ticks(0.0, x.high, 8)
-    _horizontal_axis(drawing, ((x(at), tick_text(at, found)) for at in found), _WIDTH - 14, bottom, unit, left=_NAMES)
+            drawing.rectangle(
+                search, top + 2, end - search, high - 4, fill="none", stroke=svg.INK, stroke_dasharray="2 2"
+            )
+    found = svg.ticks(0.0, x.high, 8)
+    _horizontal_axis(
+        drawing, ((x(at), svg.tick_text(at, found)) for at in found), _WIDTH - 14, bottom, unit, left=_NAMES
+    )
     return drawing.done()
 
 
@@ -362,27 +351,29 @@ def spread_chart(rows: Sequence[tuple[str, JudgedMetric]], journal: Journal) -> 
     drawn = [(name, judged, ratios) for name, judged in rows if (ratios := ratios_to_median(judged))][:_MOST_ROWS]
     high = 15.0
     bottom = 8 + high * len(drawn)
-    drawing = Drawing(_WIDTH, bottom + 40, title=f"{len(drawn)} values of all ranks and their median", label="spread")
+    drawing = svg.Drawing(
+        _WIDTH, bottom + 40, title=f"{len(drawn)} values of all ranks and their median", label="spread"
+    )
     every = [100 * ratio for _, _, ratios in drawn for ratio in ratios.values()]
-    low, end = span([*every, 99.0, 101.0])
-    x = Scale(low=max(0.0, low), high=min(200.0, end), start=_NAMES + _CULPRIT_WIDTH, end=_WIDTH - 14)
-    drawing.line(x(100), 2, x(100), bottom, MUTED, dash="5 3")
+    low, end = svg.span([*every, 99.0, 101.0])
+    x = svg.Scale(low=max(0.0, low), high=min(200.0, end), start=_NAMES + _CULPRIT_WIDTH, end=_WIDTH - 14)
+    drawing.line(x(100), 2, x(100), bottom, svg.MUTED, dash="5 3")
     for row, (name, judged, ratios) in enumerate(drawn):
         middle, missing = 8 + high * (row + 0.5), missing_ranks(judged)
         known = sorted(100 * ratio for rank, ratio in ratios.items())
         first, third = (percentile(known, percent) for percent in (25, 75))
         label = one_line(name, _NAME_CHARACTERS)
-        drawing.text(_NAMES - 5, middle + 3.5, label, BAD if missing else INK, anchor="end")
-        drawing.line(x(known[0]), middle, x(known[-1]), middle, ACCENT)
-        drawing.rectangle(x(first), middle - 4, max(1.5, x(third) - x(first)), 8, fill=ACCENT)
+        drawing.text(_NAMES - 5, middle + 3.5, label, svg.BAD if missing else svg.INK, anchor="end")
+        drawing.line(x(known[0]), middle, x(known[-1]), middle, svg.ACCENT)
+        drawing.rectangle(x(first), middle - 4, max(1.5, x(third) - x(first)), 8, fill=svg.ACCENT)
         marks = [(x(100 * ratios[rank]), middle) for rank in missing if rank in ratios]
-        drawing.marks(marks, BAD, shape="cross", size=3.2)
+        drawing.marks(marks, svg.BAD, shape="cross", size=3.2)
         worst = judged.worst_rank
         if worst is not None and worst in missing and worst in ratios and 4 * len(missing) <= len(ratios):
             name = one_line(rank_name(journal, worst, is_short=True), 26)
-            drawing.text(x(100 * ratios[worst]) - 7, middle + 3.5, name, BAD, anchor="end")
-    found = ticks(x.low, x.high, 8)
-    places = ((x(at), tick_text(at, found)) for at in found)
+            drawing.text(x(100 * ratios[worst]) - 7, middle + 3.5, name, svg.BAD, anchor="end")
+    found = svg.ticks(x.low, x.high, 8)
+    places = ((x(at), svg.tick_text(at, found)) for at in found)
     _horizontal_axis(drawing, places, _WIDTH - 14, bottom, "% of the median of all ranks; left is worse", left=_NAMES)
     return drawing.done()
 
@@ -434,37 +425,37 @@ def heat_map(
     has_numbers = count <= _WITH_NUMBERS
     size = 40.0 if has_numbers else 18.0
     tall = 0.68 * size
-    left, top = 24 + max((text_width(label, 10) for label in labels), default=0.0), 34.0
+    left, top = 24 + max((svg.text_width(label, 10) for label in labels), default=0.0), 34.0
     width, height = max(left + max(count, 1) * size + 12, left + 300), top + max(count, 1) * tall + 34
-    drawing = Drawing(width, height, title=f"{title}: {len(bad)} outlined", label="heat-map")
-    highest = max(finite(values.values()), default=0.0)
-    drawing.text(4, 12, f"rows send, columns receive; {unit}", MUTED, size=10)
+    drawing = svg.Drawing(width, height, title=f"{title}: {len(bad)} outlined", label="heat-map")
+    highest = max(svg.finite(values.values()), default=0.0)
+    drawing.text(4, 12, f"rows send, columns receive; {unit}", svg.MUTED, size=10)
     for index, label in enumerate(labels):
-        drawing.text(left - 5, top + index * tall + tall / 2 + 3.5, label, INK, anchor="end", size=10)
+        drawing.text(left - 5, top + index * tall + tall / 2 + 3.5, label, svg.INK, anchor="end", size=10)
         if has_numbers or index % 4 == 0:
             head = one_line(heads[index], 5)
-            drawing.text(left + index * size + size / 2, top - 5, head, MUTED, anchor="middle", size=10)
+            drawing.text(left + index * size + size / 2, top - 5, head, svg.MUTED, anchor="middle", size=10)
     for row, column in sorted(values):
         x, y, value = left + column * size, top + row * tall, values[row, column]
-        text, ink, is_bold = "?", BAD, True
+        text, ink, is_bold = "?", svg.BAD, True
         if math.isfinite(value):
             share = 0.0 if highest <= 0 else min(1.0, max(0.0, value / highest))
             drawing.rectangle(x, y, size, tall, fill=_colour(share))
             # The numbers' colour depends on the cell's colour, which is the same on a dark page.
-            text, ink, is_bold = tick_text(value), "#fff" if share > 0.62 else "#111", (row, column) in bad
+            text, ink, is_bold = svg.tick_text(value), "#fff" if share > 0.62 else "#111", (row, column) in bad
         else:
-            drawing.rectangle(x, y, size, tall, fill="none", stroke=BAD, stroke_width=1, stroke_dasharray="2 2")
-        if has_numbers or ink == BAD:
+            drawing.rectangle(x, y, size, tall, fill="none", stroke=svg.BAD, stroke_width=1, stroke_dasharray="2 2")
+        if has_numbers or ink == svg.BAD:
             drawing.text(x + size / 2, y + tall / 2 + 3.5, text, ink, anchor="middle", size=10, bold=is_bold)
     for row, column in sorted({*bad} & values.keys()):  # outlines last, so that no neighbour covers them
         x, y = left + column * size, top + row * tall
-        drawing.rectangle(x + 1, y + 1, size - 2, tall - 2, fill="none", stroke=BAD, stroke_width=2.2)
-    drawing.rectangle(left, top, count * size, count * tall, fill="none", stroke=GRID, stroke_width=0.8)
+        drawing.rectangle(x + 1, y + 1, size - 2, tall - 2, fill="none", stroke=svg.BAD, stroke_width=2.2)
+    drawing.rectangle(left, top, count * size, count * tall, fill="none", stroke=svg.GRID, stroke_width=0.8)
     for step in range(10):
         drawing.rectangle(left + 10 * step, height - 20, 10, 9, fill=_colour((step + 0.5) / 10))
-    drawing.text(left - 4, height - 12, "0", MUTED, anchor="end", size=10)
+    drawing.text(left - 4, height - 12, "0", svg.MUTED, anchor="end", size=10)
     outlined = "; outlined: slow or wrong" if bad else ""
-    drawing.text(left + 104, height - 12, f"{tick_text(highest)} {unit}{outlined}", MUTED, size=10)
+    drawing.text(left + 104, height - 12, f"{svg.tick_text(highest)} {unit}{outlined}", svg.MUTED, size=10)
     return drawing.done()
 
 

@@ -14,14 +14,7 @@ from markupsafe import Markup
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
-from pytest_gpucluster.reports.charts.plots import (
-    Bar,
-    Line,
-    line_chart,
-    missing_ranks,
-    spread_chart,
-    time_chart,
-)
+from pytest_gpucluster.reports.charts import plots
 from pytest_gpucluster.reports.failures import BROKEN, FAILED, Node
 from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.markup import Table, html_table, line, word
@@ -44,17 +37,19 @@ def course(journal: Journal, overview: Outline) -> Markup:
     """Return the tests of a run over time; empty where fewer than two have a time."""
     begin = moment(journal.run.started_at)
     bars = [bar for row in overview.rows if (bar := _bar(row, begin)) is not None]
-    return time_chart(sorted(bars, key=lambda bar: bar.begin)) if len(bars) > 1 else Markup()
+    return plots.time_chart(sorted(bars, key=lambda bar: bar.begin)) if len(bars) > 1 else Markup()
 
 
-def _bar(row: Row, begin: datetime | None) -> Bar | None:
+def _bar(row: Row, begin: datetime | None) -> plots.Bar | None:
     seconds = None if row.result is None else _seconds(row.result, begin)
     if row.result is None or seconds is None or row.outcome == "skipped":
         return None
     search = isolation_of(row.result.isolation)
     end = seconds + max(0.0, row.result.duration_seconds)
     searched_from = max(seconds, end - search.seconds) if search is not None else end
-    return Bar(name=display_name(row.name), begin=seconds, end=end, is_bad=not row.is_good, searched_from=searched_from)
+    return plots.Bar(
+        name=display_name(row.name), begin=seconds, end=end, is_bad=not row.is_good, searched_from=searched_from
+    )
 
 
 def _seconds(result: TestResult, begin: datetime | None) -> float | None:
@@ -69,7 +64,7 @@ def _seconds(result: TestResult, begin: datetime | None) -> float | None:
 def spread(journal: Journal, overview: Outline) -> Markup:
     """Return how far the ranks are apart in the deciding value of each test; empty for one rank."""
     rows = [(display_name(row.name), row.headline) for row in overview.rows if row.headline is not None]
-    return spread_chart(rows, journal) if journal.run.world_size > 1 else Markup()
+    return plots.spread_chart(rows, journal) if journal.run.world_size > 1 else Markup()
 
 
 def node_values(journal: Journal, overview: Outline, nodes: Sequence[Node]) -> list[dict[str, Any]]:
@@ -104,7 +99,7 @@ def _values(node: Node, overview: Outline) -> Table | None:
         judged = row.headline
         if judged is None or not {*ranks} & judged.values.keys():
             continue
-        missing = {*missing_ranks(judged)} & {*ranks}
+        missing = {*plots.missing_ranks(judged)} & {*ranks}
         cells = (
             "\N{MULTIPLICATION SIGN} " * (rank in missing)
             + quantity(judged.values[rank], judged.unit).removesuffix(f" {judged.unit}")
@@ -135,9 +130,9 @@ def _telemetry(key: str, node: Node, overview: Outline, begin: datetime | None) 
                 points.append((at + result.duration_seconds / 2, float(found[1])))
         if points:
             tone = "bad" if gpu.mark in (FAILED, BROKEN) else ""
-            lines.append(Line(name=f"GPU {gpu.index}", points=sorted(points), tone=tone))
+            lines.append(plots.Line(name=f"GPU {gpu.index}", points=sorted(points), tone=tone))
     if not lines:
         return None
     name, unit = _QUANTITIES[key]
     title = f"{name} of {node.name} over the run"
-    return line_chart(lines, title=title, x_label="seconds since the run began", y_label=f"{name}, {unit}")
+    return plots.line_chart(lines, title=title, x_label="seconds since the run began", y_label=f"{name}, {unit}")
