@@ -45,11 +45,10 @@ _RATIO = re.compile(r";\s*ratio: (.*)", re.DOTALL)
 
 def page(limits: Thresholds) -> str:
     """Return the page as Markdown: what has no floor, the published values, a section for each criterion."""
-    supports = evidence.supports(limits)
     lines = [_HEAD, *_without_floor(limits), *_matrix(limits)]
     seen: dict[str, str] = {}
     for criterion in CRITERIA:
-        lines += [f"## `{criterion}`\n", *_section(criterion, limits, supports, seen)]
+        lines += [f"## `{criterion}`\n", *_section(criterion, limits, seen)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -59,9 +58,7 @@ def metrics_of(criterion: str) -> list[Metric]:
     return [one for one in METRICS.values() if any(re.fullmatch(pattern, one.name) for pattern in patterns)]
 
 
-def _section(
-    criterion: str, limits: Thresholds, supports: dict[tuple[str, str, str], Support], seen: dict[str, str]
-) -> Iterator[str]:
+def _section(criterion: str, limits: Thresholds, seen: dict[str, str]) -> Iterator[str]:
     """Yield the limits of a criterion; ``seen`` has the metrics of earlier ones, with the criterion."""
     shared: dict[tuple[str, str, str], list[Limit]] = {}
     recorded, above = [], []
@@ -77,7 +74,7 @@ def _section(
                 peak = None if one.sku == EVERY_SKU else peak_of(metric, limits.skus[one.sku])
                 shared.setdefault((one.origin, one.conditions(), _demand(one, peak)), []).append(one)
     if shared:
-        rows = [[*_who(group), demand, *_why(group, supports)] for (_, _, demand), group in shared.items()]
+        rows = [[*_who(group), demand, *_why(group, limits)] for (_, _, demand), group in shared.items()]
         yield from _table(["metric", "where", "GPU", "limit", "published", "source"], rows)
     yield from _ratios(one for group in shared.values() for one in group)
     if above:
@@ -108,10 +105,10 @@ def _demand(limit: Limit, peak: float | None) -> str:
     return ", ".join(demands)
 
 
-def _why(group: Sequence[Limit], supports: dict[tuple[str, str, str], Support]) -> list[str]:
+def _why(group: Sequence[Limit], limits: Thresholds) -> list[str]:
     published = []
     for one in group:
-        support = supports.get((one.sku, one.metric, one.origin))
+        support = evidence.support_of(one, limits)
         if support is not None:
             names = [one.sku] * (len({other.sku for other in group}) > 1)
             names += [one.metric] * (len({other.metric for other in group}) > 1)

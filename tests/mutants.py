@@ -177,7 +177,7 @@ PLANTED = {
     ),
     "a straggler's own value is in the median": _bug(
         "judge/misses.py",
-        "others = _median_without(ordered, value)",
+        "others = stats.median_without(ordered, [bisect.bisect_left(ordered, value)])",
         "others = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2",
         "judge/test_stragglers",
     ),

@@ -6,26 +6,11 @@ import math
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pytest_gpucluster.metrics import units
 
 _WHOLE = re.compile(r"0|[1-9][0-9]*")
-
-
-class Kind(Protocol):
-    """Reads one written value. A list's items are read one by one."""
-
-    def read(self, text: str) -> Any:
-        """Return the value.
-
-        Raises:
-            ValueError: says what was found and what is allowed, without naming the key.
-        """
-
-    @property
-    def allowed(self) -> str:
-        """What is allowed, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +146,11 @@ class Choice:
         if text not in self.words:
             raise ValueError(f"{text!r} is not {self.allowed}{units.did_you_mean(text, self.words)}")
         return text
+
+
+Kind = Whole | Sizes | Amount | Duration | Ratio | Choice
+"""Reads one written value, of a list's items one by one. A ValueError or UnitError of ``read`` says what was found and
+what is allowed, without naming the key; ``allowed`` states the latter in a few words."""
 
 
 def repeated(texts: Sequence[str], values: Sequence[Any]) -> tuple[int, str] | None:

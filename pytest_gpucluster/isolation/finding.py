@@ -141,7 +141,6 @@ def exclude_text(
     *,
     host: Callable[[int], str],
     name: Callable[[int], str] | None = None,
-    node_name: Callable[[str], str] = lambda host: host,
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return exclude.txt, or an empty text where there is no culprit: a suspicion excludes no host.
@@ -153,7 +152,6 @@ def exclude_text(
         result: of an isolation; None where there was none.
         host: unit -> its host, as Slurm calls the node.
         name: unit -> its name in the comments; by default the host.
-        node_name: host -> the Kubernetes node. In a pod the host is the pod's name: then pass the node's.
         failed: host -> the test that failed there, and nowhere else or on few others.
 
     Raises:
@@ -173,28 +171,25 @@ def exclude_text(
         lines.append(f"# {' '.join(culprit.summary(name or host).split())}")
         if culprit.kind == "link":
             lines.append(f"#   of its two ends {host(culprit.units[0])} is left out; the other one would do as well")
-    return "\n".join([*lines, *node_sections(hosts, node_name=node_name)]) + "\n"
+    return "\n".join([*lines, *node_sections(hosts)]) + "\n"
 
 
-def node_sections(
-    hosts: Iterable[str], *, node_name: Callable[[str], str] = lambda host: host, file: str = EXCLUDE_FILE
-) -> list[str]:
+def node_sections(hosts: Iterable[str], *, file: str = EXCLUDE_FILE) -> list[str]:
     """Return the lines of exclude.txt's two sections, and how to use them; there must be a host.
 
     Raises:
         LaunchError: a host has no name that a host list can hold, or there is none.
     """
     names = sorted(set(hosts))
-    nodes = sorted({node_name(host) for host in names})
     return [
         "#",
         f"# sbatch --exclude=\"$(sed -n '/^\\[slurm\\]/{{n;p}}' {file})\" ...",
         _SLURM,
         compress_hostlist(names),
         "",
-        *(f"# kubectl cordon {node}" for node in nodes),
+        *(f"# kubectl cordon {node}" for node in names),
         "[kubernetes]",
-        *nodes,
+        *names,
     ]
 
 

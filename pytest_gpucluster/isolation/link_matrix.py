@@ -8,13 +8,12 @@ for all of these; then the others are evaluated without it. The bad links that r
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pytest_gpucluster.isolation.round_robin import Pair, Places, pair
+from pytest_gpucluster.isolation.round_robin import Pair, Places, pair, rails_between
 from pytest_gpucluster.metrics import stats
 
 
@@ -85,7 +84,7 @@ class Matrix:
             self._places_of_pair.setdefault(reading.pair, []).append(place)
             for unit in {unit_of(rank) for rank in reading.pair}:
                 places_of_unit.setdefault(unit, []).append(place)
-        without = (_median_without(self._rates, places) for places in places_of_unit.values())
+        without = (stats.median_without(self._rates, places) for places in places_of_unit.values())
         self._best_median = max((median for median in without if median is not None), default=None)
 
     @property
@@ -107,7 +106,7 @@ class Matrix:
         """
         if self._best_median is not None:
             return self._best_median
-        return _median_without(self._rates, self._places_of_pair[of])
+        return stats.median_without(self._rates, self._places_of_pair[of])
 
     def ratio(self, reading: Reading) -> float | None:
         """Return a reading over its pair's reference rate; None where there is none."""
@@ -147,21 +146,6 @@ class Matrix:
         readings = self.touching[rank]
         counted = [reading for reading in readings if reading.pair not in excluded]
         return min(counted or readings, key=lambda reading: reading.bytes_per_second)
-
-
-def _median_without(ordered: Sequence[float], removed: Sequence[int]) -> float | None:
-    """Return the median of sorted values without those at some sorted places; None where nothing is left."""
-    count = len(ordered) - len(removed)
-    if not count:
-        return None
-    # The number of values that are left before each removed one.
-    before = [place - index for index, place in enumerate(removed)]
-
-    def at(index: int) -> float:
-        return ordered[index + bisect.bisect_right(before, index)]
-
-    low, high = at((count - 1) // 2), at(count // 2)
-    return low + (high - low) / 2
 
 
 Kind = Literal["gpu", "port", "link", "node link", "node", "rail", "fabric"]
@@ -230,11 +214,7 @@ def _within(bad: frozenset[Pair], measured: frozenset[Pair], places: Places) -> 
 
 
 def _across(bad: frozenset[Pair], measured: frozenset[Pair], places: Places) -> list[Culprit]:
-    rails = {
-        pair(one, other): [pair(a, b) for a, b in zip(places.ranks[one], places.ranks[other], strict=True)]
-        for one in range(places.nodes)
-        for other in range(one)
-    }
+    rails = {pair(one, other): rails_between(places, one, other) for one in range(places.nodes) for other in range(one)}
     met = {nodes: [link for link in links if link in measured] for nodes, links in rails.items()}
     # Two nodes have a bad connection where most of their rails are bad.
     bad_nodes = {nodes for nodes, links in met.items() if 2 * sum(link in bad for link in links) > len(links)}

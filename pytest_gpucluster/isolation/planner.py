@@ -12,7 +12,7 @@ from random import Random
 
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.inference import CONFIRMED, MIN_RATIO, Evidence, Probe, below_floor, judge_probes
-from pytest_gpucluster.isolation.round_robin import count_of_rounds, partner
+from pytest_gpucluster.isolation.round_robin import count_of_rounds, pair, partner
 from pytest_gpucluster.text import some_of
 
 _APART = 3
@@ -59,14 +59,14 @@ def pairing(evidence: Evidence, number: int) -> list[tuple[int, ...]]:
             mate = min(
                 left,
                 key=lambda other: (
-                    _pair(unit, other) in linked,
+                    pair(unit, other) in linked,
                     met[unit].get(other, 0),
                     other in suspects and unit in suspects,
                     evidence.failures(other) if unit in suspects else 0,
                 ),
             )
         del left[mate]
-        groups.append(_pair(unit, mate))
+        groups.append(pair(unit, mate))
     return sorted(groups)
 
 
@@ -81,11 +81,7 @@ def _tournament(evidence: Evidence, units: Sequence[int]) -> list[tuple[int, ...
     seats += [one for one, other in first if other is None]
     unit_of = dict(zip(seats, units, strict=True))
     met = ((seat, partner(seat, round_, len(units))) for seat in range(len(units)))
-    return sorted(_pair(unit_of[one], unit_of[other]) for one, other in met if other is not None and one < other)
-
-
-def _pair(one: int, other: int) -> tuple[int, ...]:
-    return min(one, other), max(one, other)
+    return sorted(pair(unit_of[one], unit_of[other]) for one, other in met if other is not None and one < other)
 
 
 def _is_probed_alone(evidence: Evidence, unit: int, number: int) -> bool:
@@ -473,9 +469,9 @@ class Planner:
             return
         met: Counter[Group] = Counter()
         for unit in cleared:
-            met.update(_pair(unit, other) for other, _ in self._evidence.pairs(unit) if unit < other)
+            met.update(pair(unit, other) for other, _ in self._evidence.pairs(unit) if unit < other)
         unit = min(sum(1 for _ in self._evidence.pairs(unit)) for unit in cleared)
-        link = min(met[pair] for pair in itertools.combinations(cleared, 2))
+        link = min(met[two] for two in itertools.combinations(cleared, 2))
         yield (
             f"not excluded: a unit that is bad {_rarer_than(unit)} (each was in {unit} or more pairs),"
             f" or a link that is bad {_rarer_than(link)} ({link} or more probes)"

@@ -167,7 +167,7 @@ def across_nodes(places: Places) -> tuple[Round, ...]:
         ValueError: there is one node only.
     """
     return tuple(
-        tuple(sorted(link for one, other in round_ for link in _rails(places, one, other)))
+        tuple(sorted(link for one, other in round_ for link in rails_between(places, one, other)))
         for round_ in rounds(places.nodes)
     )
 
@@ -188,12 +188,13 @@ def rail_by_rail(places: Places, suspects: Sequence[Pair], *, max_rounds: int) -
         if found is not None:
             found.append((one, other))
     return tuple(
-        tuple(sorted(_rails(places, one, other)[rail] for one, other in met))
+        tuple(sorted(rails_between(places, one, other)[rail] for one, other in met))
         for met in meetings
         if met
         for rail in range(places.rails)
     )
 
 
-def _rails(places: Places, one: int, other: int) -> list[Pair]:
+def rails_between(places: Places, one: int, other: int) -> list[Pair]:
+    """Return the pairs of ranks on the same rail of two nodes."""
     return [pair(first, second) for first, second in zip(places.ranks[one], places.ranks[other], strict=True)]

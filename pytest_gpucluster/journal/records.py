@@ -42,16 +42,6 @@ class MergedFrom:
     verdict: str = ""
     exit: int = 11
 
-    @property
-    def title(self) -> str:
-        """Return the run's name in messages: its id and start time."""
-        return run_title(self.run_id, self.started_at)
-
-
-def run_title(run_id: str, started_at: str) -> str:
-    """Return a run's name in messages."""
-    return f"run {run_id or 'without a name'} of {started_at}"
-
 
 def _convert_options(value: object) -> Mapping[str, tuple[str, str]]:
     options = converter(Mapping[str, Any])(value)
@@ -107,7 +97,7 @@ class Run:
     @property
     def title(self) -> str:
         """Return the run's name in messages: its id and start time."""
-        return run_title(self.run_id, self.started_at)
+        return f"run {self.run_id or 'without a name'} of {self.started_at}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,11 +110,6 @@ class Support:
         return None if self.typical is None or limit.min is None else 1 - limit.min / self.typical
 
 
-def single_loss(limit: Limit) -> float | None:
-    """Return what one GPU among others may lose and still pass, by its ratio to their median."""
-    return None if limit.min_ratio_to_median is None else 1 - limit.min_ratio_to_median
-
-
 def read(path: Path = PATH) -> tuple[Row, ...]:
     """Read a table of evidence.
 
@@ -242,16 +237,6 @@ def _by_name() -> Mapping[tuple[str, str], Sequence[Row]]:
     return found
 
 
-def supports(limits: Thresholds, rows: Iterable[Row] | None = None) -> dict[tuple[str, str, str], Support]:
-    """Return what is published about each limit that judges at least one comparable value, by SKU, metric and place."""
-    of: dict[tuple[str, str, str], list[Row]] = {}
-    for row in published() if rows is None else rows:
-        limit = deciding(row, limits) if row.comparable and row.kind in ("healthy", "faulty") else None
-        if limit is not None and limit.record_only is None:
-            of.setdefault((row.sku, row.metric, limit.origin), []).append(row)
-    return {key: _support(found) for key, found in of.items()}
-
-
 def _support(rows: Sequence[Row]) -> Support:
     healthy = [row for row in rows if row.kind == "healthy"]
     own = [row for row in healthy if not row.best]
@@ -262,15 +247,14 @@ def _support(rows: Sequence[Row]) -> Support:
     )
 
 
-def too_high(limits: Thresholds, rows: Iterable[Row] | None = None) -> list[str]:
+def too_high(limits: Thresholds) -> list[str]:
     """Return each floor that leaves the next healthy GPU no room, with its file and line.
 
     A floor lies at least 3 % below the lowest comparable healthy value that it judges; one that a contract demands,
     not above it. Values that are the best of many shapes set no floor, but must keep it.
     """
     found = []
-    every = published() if rows is None else tuple(rows)
-    for row in every:
+    for row in published():
         if row.kind != "healthy" or not row.comparable:
             continue
         limit = deciding(row, limits)

@@ -270,9 +270,7 @@ class Explanation:
     why: str = ""
 
 
-def explain(
-    limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], is_all: bool = False
-) -> tuple[Explanation, ...]:
+def explain(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str]) -> tuple[Explanation, ...]:
     """Return the effect of each entry for a metric, in the order of precedence.
 
     Args:
@@ -280,7 +278,6 @@ def explain(
         metric: its name.
         sku: of the GPUs.
         known: facts and labels as they stand in a measurement: ``world_size``, ``nnodes``, ``size`` and so on.
-        is_all: these are all facts, as for a measurement: a condition on another label never holds.
     """
     facts = _completed(known)
     found: list[Explanation] = []
@@ -288,22 +285,14 @@ def explain(
     for limit in limits.entries(metric, sku=sku):
         against = [part for part in limit.when if part.key in facts and not part.holds(facts[part.key])]
         open_parts = [part for part in limit.when if part.key not in facts]
-        if against or (is_all and open_parts):
-            why = ", ".join(
-                [f"{part.key} is {facts[part.key]}" for part in against]
-                + [f"there is no {part.key}" for part in open_parts if is_all]
-            )
+        if against:
+            why = ", ".join(f"{part.key} is {facts[part.key]}" for part in against)
             found.append(Explanation(limit=limit, effect="does not apply", why=why))
         elif decider is not None:
             found.append(Explanation(limit=limit, effect="is overruled", why=_stronger(decider, limit)))
         elif open_parts:
-            found.append(
-                Explanation(
-                    limit=limit,
-                    effect="decides where",
-                    why=", ".join(f"{part.key} is {part.text}" for part in open_parts),
-                )
-            )
+            why = ", ".join(f"{part.key} is {part.text}" for part in open_parts)
+            found.append(Explanation(limit=limit, effect="decides where", why=why))
         else:
             decider = limit
             found.append(Explanation(limit=limit, effect="decides"))

@@ -65,24 +65,13 @@ def straggler_ratios(values: Mapping[int, float], better: Better) -> dict[int, f
 
 
 def _ratio(value: float, ordered: Sequence[float], better: Better) -> float:
-    others = _median_without(ordered, value)
+    others = stats.median_without(ordered, [bisect.bisect_left(ordered, value)])
+    assert others is not None  # of two values or more
     if better == "higher":
         return 0.0 if value == 0 else math.inf if others == 0 else value / others
     if value == 0:
         return 1.0 if others == 0 else math.inf
     return others / value
-
-
-def _median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of sorted values without one of those that equal ``value``, without making a new list."""
-    removed = bisect.bisect_left(ordered, value)
-    count = len(ordered) - 1
-
-    def at(index: int) -> float:
-        return ordered[index if index < removed else index + 1]
-
-    low, high = at((count - 1) // 2), at(count // 2)
-    return low + (high - low) / 2
 
 
 def missing_limit(

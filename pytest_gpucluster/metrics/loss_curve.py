@@ -99,7 +99,13 @@ def read_csv(path: Path) -> Curve:
     context: dict[str, str] = {}
     for number, line in enumerate(lines[1:header], start=2):
         key, _, value = line.removeprefix("# ").partition("=")
-        context[key] = _context_value(value, f"{path}:{number}")
+        try:
+            entry = json.loads(value)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, str):
+            raise CurveError(f'{path}:{number}: {value!r} is no text in quotes, such as # model="tiny"')
+        context[key] = entry
     expected = [*_COLUMNS, _HELD_OUT]
     if header == len(lines) or lines[header].split(",") != expected:
         found = lines[header] if header < len(lines) else "nothing"
@@ -136,13 +142,3 @@ def mean_of_last(curve: Curve, count: int, of: str = "loss") -> float:
     """Return the mean loss of the last ``count`` points, or their mean ``all_token_loss``; NaN if there are fewer."""
     losses = [getattr(point, of) for point in curve.points[-count:]]
     return math.fsum(losses) / count if len(losses) == count else math.nan
-
-
-def _context_value(text: str, where: str) -> str:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, str):
-        raise CurveError(f'{where}: {text!r} is no text in quotes, such as # model="tiny"')
-    return value

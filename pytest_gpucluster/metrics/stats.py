@@ -147,6 +147,22 @@ def rank_correlation(samples: Sequence[float]) -> float:
     return min(0.95, max(0.0, covariance / spread + 1 / count))
 
 
+def median_without(ordered: Sequence[float], removed: Sequence[int]) -> float | None:
+    """Return the median of sorted values without those at some sorted places, without making a new list; None where
+    nothing is left."""
+    count = len(ordered) - len(removed)
+    if not count:
+        return None
+    # The number of values that are left before each removed one.
+    before = [place - index for index, place in enumerate(removed)]
+
+    def at(index: int) -> float:
+        return ordered[index + bisect.bisect_right(before, index)]
+
+    low, high = at((count - 1) // 2), at(count // 2)
+    return low + (high - low) / 2
+
+
 def mad(samples: Sequence[float]) -> float:
     """Return the median absolute deviation from the median, unscaled.
 

@@ -141,12 +141,3 @@ def summarize(by_rank: Mapping[int, Sequence[float]]) -> dict[str, Any]:
         most = max(sorted(by_rank), key=lambda rank: by_rank[rank][index])  # the first of equal ones
         found[part] = {"seconds": by_rank[0][index], "most_seconds": by_rank[most][index], "most_rank": most}
     return found
-
-
-def in_words(part: str) -> str:
-    """Return a part as people read it.
-
-    >>> in_words("warm_up")
-    'warm-up'
-    """
-    return part.replace("_", "-")

@@ -33,8 +33,6 @@ MOST_MEASUREMENTS = 1000
 
 PREFIX = "gpucluster"
 _LABEL_CHARACTERS = 128
-_OF_A_GPU = ("Hostname", "gpu", "UUID")
-"""Labels as dcgm-exporter has them, so that its metrics can be joined: host, index in nvidia-smi, UUID."""
 _HELP = {
     "run_info": "The run; always 1.",
     "run_accepted": "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
@@ -182,6 +180,7 @@ def _where(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
 
 
 def _labels_of(place: RankPlace) -> dict[str, str]:
+    """Return host, index in nvidia-smi and UUID as dcgm-exporter names them, so that its metrics can be joined."""
     return {"Hostname": place.host, "gpu": (place.gpu or {}).get("index", ""), "UUID": place.uuid}
 
 

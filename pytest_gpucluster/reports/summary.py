@@ -120,7 +120,12 @@ class Outline:
 
         Skipped tests that did not have to run come last.
         """
-        return tuple(sorted(self.rows, key=_severity))
+
+        def severity(row: Row) -> int:
+            is_fine = row.outcome == "skipped" and not row.is_gap
+            return len(_WORST_FIRST) if is_fine else _WORST_FIRST.get(row.outcome, 1)
+
+        return tuple(sorted(self.rows, key=severity))
 
     @property
     def bad(self) -> tuple[Row, ...]:
@@ -148,12 +153,6 @@ class Outline:
                     best[key] = share, row, judged
         found = sorted(best.values(), key=lambda entry: entry[0])
         return tuple((row, judged) for _, row, judged in found[:most])
-
-
-def _severity(row: Row) -> int:
-    if row.outcome == "skipped" and not row.is_gap:
-        return len(_WORST_FIRST)
-    return _WORST_FIRST.get(row.outcome, 1)
 
 
 def outline(journal: Journal) -> Outline:

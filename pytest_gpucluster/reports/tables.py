@@ -16,7 +16,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import bound_margin, most_throttled
-from pytest_gpucluster.metrics.time_budget import PARTS, in_words
+from pytest_gpucluster.metrics.time_budget import PARTS
 from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.reports.summary import margin_ratio, worst_first
 from pytest_gpucluster.text import one_line, rank_ranges
@@ -78,19 +78,13 @@ def clock_text(telemetry: Mapping[str, Any]) -> str:
 
 
 def _figure(key: str, telemetry: Mapping[str, Any]) -> str:
-    label, unit = _FIGURES[key]
-    median, spread = _spread(key, telemetry)
-    return f"{label}{median} {unit}{spread}"
-
-
-def _spread(key: str, telemetry: Mapping[str, Any]) -> tuple[str, str]:
-    """Return median and range of one key, such as ("1755 of 1980", " (1740 to 1980)")."""
-    value, highest = telemetry[key], telemetry.get(_HIGHEST)
+    """Return median and range of one key, such as "sm clock 1755 of 1980 MHz (1740 to 1980)"."""
+    (label, unit), value, highest = _FIGURES[key], telemetry[key], telemetry.get(_HIGHEST)
     if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(is_number, value)):
-        return one_line(repr(value), 80), ""
+        return f"{label}{one_line(repr(value), 80)} {unit}"
     low, median, high = (f"{each:.0f}" for each in value)
     of_highest = f" of {highest:.0f}" if key == _CLOCK and is_number(highest) else ""
-    return f"{median}{of_highest}", f" ({low} to {high})" if low != high else ""
+    return f"{label}{median}{of_highest} {unit}" + (f" ({low} to {high})" if low != high else "")
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -115,7 +109,7 @@ def time_text(result: TestResult) -> str:
     seconds = {part: result.spent[part].seconds if part in result.spent else math.nan for part in PARTS}
     if not all(math.isfinite(each) and each >= 0 for each in seconds.values()):
         return ""
-    return ", ".join(f"{in_words(part)} {each:.1f}" for part, each in seconds.items() if each >= 0.05)
+    return ", ".join(f"{part.replace('_', '-')} {each:.1f}" for part, each in seconds.items() if each >= 0.05)
 
 
 ROWS = 16
@@ -447,15 +441,15 @@ def _measurement_table(judged: JudgedMetric, journal: Journal) -> str:
 
 def worst_ranks_first(judged: JudgedMetric) -> list[int]:
     """Return the ranks that have a value: those whose value is no number, then by margin."""
-    return sorted(judged.values, key=lambda rank: _badness(judged, rank))
 
+    def badness(rank: int) -> tuple[int, float, int]:
+        value = judged.values[rank]
+        if not math.isfinite(value):
+            return (0, 0.0, rank)
+        distance = _distance(judged, value, judged.intervals.get(rank))
+        return (1, value if distance is None else distance, rank)
 
-def _badness(judged: JudgedMetric, rank: int) -> tuple[int, float, int]:
-    value = judged.values[rank]
-    if not math.isfinite(value):
-        return (0, 0.0, rank)
-    distance = _distance(judged, value, judged.intervals.get(rank))
-    return (1, value if distance is None else distance, rank)
+    return sorted(judged.values, key=badness)
 
 
 def _rank_value(judged: JudgedMetric, rank: int) -> str:

@@ -199,7 +199,7 @@ def _merged_names(rows: Iterable[Row]) -> str:
 
 def _criteria(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
     ran = [row for row in overview.worst_first if row.outcome not in (NOT_RUN, "skipped")]
-    rows = [row for row in ran if not row.is_good or _has_content(row)]
+    rows = [row for row in ran if not row.is_good or row.criterion is not None or row.headline is not None]
     if not rows:
         return []
     counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items())
@@ -207,7 +207,9 @@ def _criteria(journal: Journal, overview: Outline, *, width: int, colour: bool) 
     lines = [styled(f"Criteria: {counts}", "bold", colour=colour), head]
     for row, row_lines in zip(rows, table, strict=True):
         lines += [_coloured(line, row, colour) for line in row_lines]
-        lines += [] if row.is_good else _detail(failures.failure_text(row, journal), width)
+        lines += (
+            [] if row.is_good else paragraph(failures.failure_text(row, journal), width, first=_DETAIL, rest=_DETAIL)
+        )
         if row.result is not None:
             lines += _properties((*tables.measured_pairs(row.result.measurements), *row.result.properties), width)
     if len(ran) > len(rows):
@@ -215,17 +217,9 @@ def _criteria(journal: Journal, overview: Outline, *, width: int, colour: bool) 
     return lines
 
 
-def _detail(text: str, width: int) -> list[str]:
-    return paragraph(text, width, first=_DETAIL, rest=_DETAIL)
-
-
 def _properties(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
     wrapped = (paragraph(f"{name}: {value}", width, first=_DETAIL, rest=f"{_DETAIL}  ") for name, value in pairs)
     return list(itertools.chain(*wrapped))
-
-
-def _has_content(row: Row) -> bool:
-    return row.criterion is not None or row.headline is not None
 
 
 def _cells(row: Row) -> list[str]:

@@ -63,11 +63,6 @@ def test_gpus_of_a_node_are_its_host():
     assert sections(text)["[slurm]"] == ["gpu-06"]
 
 
-def test_a_pod_is_listed_by_its_node():
-    text = exclude_text(found(unit(3)), host=lambda unit: "worker-3", node_name={"worker-3": "ip-10-0-0-3"}.__getitem__)
-    assert sections(text) == {"[slurm]": ["worker-3"], "[kubernetes]": ["ip-10-0-0-3"]}
-
-
 def test_hosts_at_which_a_test_failed_are_listed_with_it_beside_confirmed_ones_or_alone():
     failed = {"gpu-008": "test_ddp: rank 64 has\n[slurm]\nall"}
     for result, hosts in ((found(unit(3)), ["gpu-003", "gpu-008"]), (found(), ["gpu-008"]), (None, ["gpu-008"])):

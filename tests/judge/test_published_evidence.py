@@ -150,10 +150,9 @@ def test_a_floor_that_leaves_a_healthy_gpu_no_room_is_named(tmp_path, entry, wro
 def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path):
     limits = limits_with(tmp_path, "{min: 40 TFLOPS, min_ratio_to_median: 90 %, source: we}")
     limit = limits.limit("matmul.fp32.tflops", sku="H100 SXM", world_size=1, nnodes=1, labels={})
-    support = evidence.supports(limits)["H100 SXM", "matmul.fp32.tflops", limit.origin]
+    support = evidence.support_of(limit, limits)
     assert (len(support.healthy), support.healthy[0], support.typical) == (4, 49.61, pytest.approx(50.995))
     assert support.uniform_loss(limit) == pytest.approx(1 - 40 / 50.995)
-    assert evidence.single_loss(limit) == pytest.approx(0.1)
     assert "78 % of typical for H100 SXM, 4 published" in evidence.compare(40.0, limit, limits)
 
 

@@ -361,7 +361,6 @@ RATIOS = {
     "0.75, nvidia-resiliency-ext": 0.75,
     "715 of 769, Azure": 715 / 769,
 }
-SUPPORTS = evidence.supports(SHIPPED)
 
 
 @of_each("limit", SHIPPED.limits, name)
@@ -373,7 +372,7 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit):
     published = re.match(r"published: ([\d.]+) ([A-Za-z/%]+)", source)
     if published:
         lowest = units.convert(float(published[1]), published[2].rstrip(","), limit.unit)
-        support = SUPPORTS.get((limit.sku, limit.metric, limit.origin))
+        support = evidence.support_of(limit, SHIPPED)
         # An entry that another SKU of the same kind shares cites the lower one.
         assert 0.91 * lowest <= limit.min <= 0.97 * lowest
         if support is not None and support.healthy and not support.best_only:

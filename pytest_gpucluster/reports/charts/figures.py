@@ -87,8 +87,8 @@ def _find(folder: Path | None, nodeid: str, pattern: str) -> list[Path]:
         return []
 
 
-def _size(path: Path) -> int:
-    """Return the size of a regular file in bytes.
+def _require_readable(path: Path) -> None:
+    """Check that this is a regular file of at most ``LARGEST_BYTES``.
 
     Raises: _Unreadable
     """
@@ -101,15 +101,6 @@ def _size(path: Path) -> int:
     if status.st_size > LARGEST_BYTES:
         size, most = status.st_size / 1e6, LARGEST_BYTES / 1e6
         raise _Unreadable(f"{path.name}: {size:.0f} MB, the limit is {most:.0f} MB")
-    return status.st_size
-
-
-def _text(path: Path) -> str:
-    _size(path)
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise _Unreadable(f"{path.name}: cannot be read: {error.strerror or error}") from None
 
 
 # ---- metrics over sizes ------------------------------------------------------------------------------------------
@@ -264,8 +255,12 @@ def _link_maps(result: TestResult, folder: Path | None) -> Iterator[Figure]:
 
 
 def _read_survey(path: Path) -> _Survey:
+    _require_readable(path)
     try:
-        survey = read(_Survey, json.loads(_text(path)), f"{path.name}: damaged")
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        survey = read(_Survey, content, f"{path.name}: damaged")
+    except OSError as error:
+        raise _Unreadable(f"{path.name}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"{path.name}: damaged: not JSON ({error})") from None
     except JournalError as error:
@@ -334,7 +329,7 @@ def _loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
 
 
 def _loss_curve(path: Path, title: str, limit: float | None, more: int) -> Figure:
-    _size(path)
+    _require_readable(path)
     try:
         curve = read_csv(path)
     except CurveError as error:

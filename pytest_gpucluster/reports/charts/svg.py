@@ -166,13 +166,12 @@ def finite(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def span(values: Iterable[float | None], *, zero: bool = False, pad: float = 0.06) -> tuple[float, float]:
-    """Return two ends, the first below the second, with padding around all finite values.
+def span(values: Iterable[float | None], *, zero: bool = False) -> tuple[float, float]:
+    """Return two ends, the first below the second, with padding of 6 % of the span around all finite values.
 
     Args:
         values: to be drawn; default ends are 0 and 1.
         zero: the axis begins at zero. No value may be negative then.
-        pad: padding at either end as a ratio of the span.
     """
     known = [min(max(value, -_LARGEST), _LARGEST) for value in finite(values)]
     if not known:
@@ -180,7 +179,7 @@ def span(values: Iterable[float | None], *, zero: bool = False, pad: float = 0.0
     low, high = (0.0 if zero else min(known)), max(known)
     if low == high == 0:
         return 0.0, 1.0
-    room = pad * (high - low)
+    room = 0.06 * (high - low)
     # At least 2 % of the largest value, so that tiny differences do not look large.
     room = max(room, 0.01 * max(abs(low), abs(high)), _SMALLEST_SPAN)
     low_end = low if zero else low - room

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,15 +47,13 @@ _SEND_SECONDS = 2.0
 _SEND_RETRY_SECONDS = 0.02
 
 
+@dataclass(slots=True, eq=False)
 class _Packet:
     """A part of a message, numbered when it is first sent."""
 
-    __slots__ = ("content", "is_last", "number")
-
-    def __init__(self, content: bytes, is_last: bool) -> None:
-        self.content = content
-        self.is_last = is_last
-        self.number = 0
+    content: bytes
+    is_last: bool
+    number: int = 0
 
 
 def reports_seconds(run_dir: Path) -> float:

@@ -182,7 +182,9 @@ class Session:
             return
         problem = journal.recent_problem
         if problem is None or problem.name == OWN_PROBLEM:
-            message = f"{self._rank_0(journal)} exited without a message {journal.where}{self._fatal_error()}"
+            fatal = hang_diagnosis.fatal_error(self._fault_text())
+            message = f"{self._rank_0(journal)} exited without a message {journal.where}"
+            message += f" ({fatal})" if fatal else ""
             if self._silence:
                 message = f"{self._silence}; then its process ended"
             text = (
@@ -209,8 +211,8 @@ class Session:
             {
                 "type": "end",
                 "at": _now(),
-                "verdict": "REJECTED" if journal.has_failed else "BROKEN",
-                "exit": 1 if journal.has_failed else 11,
+                "verdict": journal.verdict,
+                "exit": journal.exit,
                 "reason": one_line(reason, MESSAGE_CHARACTERS),
                 "counts": counts,
                 "not_run": [test.nodeid for test in journal.not_run],
@@ -228,15 +230,11 @@ class Session:
     def _skip_fault_text(self) -> None:
         """Leave out what was written before the test that begins, but for a fatal error: lines may be received only
         after rank 0 has died."""
-        size = self._fault_size()
+        size = 0
+        with contextlib.suppress(OSError):
+            size = self._fault_file.stat().st_size if self._fault_file is not None else 0
         if not hang_diagnosis.fatal_error(self._fault_text()):
             self._fault_offset = size
-
-    def _fault_size(self) -> int:
-        try:
-            return self._fault_file.stat().st_size if self._fault_file is not None else 0
-        except OSError:
-            return 0
 
     def _fault_text(self) -> str:
         if self._fault_file is None:
@@ -250,10 +248,6 @@ class Session:
         except OSError:
             return ""
         return f"\n\nIts faulthandler wrote:\n{text}" if text.strip() else ""
-
-    def _fatal_error(self) -> str:
-        found = hang_diagnosis.fatal_error(self._fault_text())
-        return f" ({found})" if found else ""
 
     def _report_failure(self) -> None:
         failure = self._writer.failure

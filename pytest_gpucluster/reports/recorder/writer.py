@@ -170,23 +170,22 @@ class RunWriter:
                     }
                 )
             return
-        try:
-            self._writer.append(raw)
-            self._journal_error = None
-        except OSError as error:
-            self._journal_error = _write_failure(self._writer.path, error)
+        self._attempt(lambda: self._writer.append(raw))
         if self._changed_at is None:
             self._changed_at = time.monotonic()
 
     def retry(self) -> None:
         """Write what could not be written so far."""
+        self._attempt(self._writer.flush)
+        if self._junit_error:
+            self.render()
+
+    def _attempt(self, write: Callable[[], None]) -> None:
         try:
-            self._writer.flush()
+            write()
             self._journal_error = None
         except OSError as error:
             self._journal_error = _write_failure(self._writer.path, error)
-        if self._junit_error:
-            self.render()
 
     def due_at(self) -> float:
         """Return when to render the JUnit file, on the monotonic clock; infinity if nothing changed."""
@@ -199,16 +198,19 @@ class RunWriter:
         """Replace the JUnit file. A pipe or a terminal gets only the last version."""
         self._changed_at = None
         journal = self.journal()
-        if self._junit_path is None or journal is None or (not is_last and _is_stream(self._junit_path)):
+        path = self._junit_path
+        if path is None or journal is None:
+            return
+        if not is_last and (path.is_fifo() or path.is_char_device() or path.is_socket()):
             return
         begin = time.monotonic()
         try:
-            atomic_write(self._junit_path, junit.render(journal))
+            atomic_write(path, junit.render(journal))
             self._junit_error = None
         except OSError as error:
-            self._junit_error = _write_failure(self._junit_path, error)
+            self._junit_error = _write_failure(path, error)
         except Exception as error:  # a failure of a report must not stop the journal
-            self._junit_error = f"{self._junit_path}: cannot be rendered: {type(error).__name__}: {error}"
+            self._junit_error = f"{path}: cannot be rendered: {type(error).__name__}: {error}"
         self._rendered_at = time.monotonic()
         self._render_seconds = self._rendered_at - begin
 
@@ -216,11 +218,7 @@ class RunWriter:
         """Write everything to disk, elsewhere if necessary. Return the failure and the other place, or None."""
         if self.journal() is None and self.rejected is None:
             return None  # rank 0 ended before its first line
-        try:
-            self._writer.sync()
-            self._journal_error = None
-        except OSError as error:
-            self._journal_error = _write_failure(self._writer.path, error)
+        self._attempt(self._writer.sync)
         self.render(is_last=True)
         failure = self.failure
         if self._journal_error or self._junit_error:
@@ -256,10 +254,6 @@ class RunWriter:
         except Exception as error:  # the last resort has failed, too
             return f"nor could they be written to the directory for temporary files: {error}"
         return f"complete copies are in {directory}"
-
-
-def _is_stream(path: Path) -> bool:
-    return path.is_fifo() or path.is_char_device() or path.is_socket()
 
 
 def _write_failure(path: Path, error: OSError) -> str:
