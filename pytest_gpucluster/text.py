@@ -156,6 +156,11 @@ class Column:
     is_right: bool = False
 
 
+def heads(titles: str, *, right: str = "") -> list[Column]:
+    """Return the columns of a table by their titles with commas between; ``right`` are those of numbers."""
+    return [Column(title=title, is_right=title in right.split(", ")) for title in titles.split(", ")]
+
+
 def clean(text: str) -> str:
     """Return untrusted text on one line, without characters that act on a terminal or change the text direction."""
     # Made visible first, so that a control character keeps its number. The rest changes the text direction (U+202E).

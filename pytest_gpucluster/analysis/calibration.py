@@ -314,7 +314,8 @@ def overlay(
         "# spread is the largest of: the deviation between ranks and runs, that between samples (both 1.4826 times",
         f"# their median absolute deviation), and {100 * LEAST_SPREAD:g} % of the median.",
     ]
-    others = other_limit_files(sources, shipped)
+    in_force = dict.fromkeys(file for source in sources for file in source.journal.limit_files)
+    others = [(path, digest) for path, digest in in_force if digest != shipped]
     if others:
         lines += [
             "#",
@@ -362,12 +363,6 @@ def name_of(series: Series) -> str:
     """Return the metric with its labels and its topology, on one line."""
     parts = [f"{key}={value}" for key, value in {**series.topology, **series.labels}.items()]
     return _comment(series.metric + (f" ({', '.join(parts)})" if parts else ""))
-
-
-def other_limit_files(sources: Sequence[Source], shipped: str) -> list[tuple[str, str]]:
-    """Return path and digest of each file of limits in force in these runs other than the one shipped now."""
-    files = dict.fromkeys(file for source in sources for file in source.journal.limit_files)
-    return [file for file in files if file[1] != shipped]
 
 
 def _entry(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:

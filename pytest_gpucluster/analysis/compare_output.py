@@ -11,18 +11,13 @@ from pytest_gpucluster.analysis.output import Block, Rows, json_document
 from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.reports.summary import is_better_higher
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity
-from pytest_gpucluster.text import Column
+from pytest_gpucluster.text import heads
 
 NameOf = Callable[[int], str]
 
 _ROWS = 40
 _RANKS = 4
-_HEADS = (
-    Column(title="kind"),
-    Column(title="change", is_right=True),
-    Column(title="before", is_right=True),
-    Column(title="now", is_right=True),
-)
+_HEADS = heads("kind, change, before, now", right="change, before, now")
 
 
 def comparison_blocks(

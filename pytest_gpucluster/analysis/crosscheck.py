@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_gpucluster.analysis.nccl_tests import DTYPES, IN_PLACE, OUT_OF_PLACE, PROGRAMS, Output, Row, short_name
-from pytest_gpucluster.analysis.output import table, wrapped
+from pytest_gpucluster.analysis.output import Block, Rows
 from pytest_gpucluster.analysis.run_view import key_of
 from pytest_gpucluster.errors import JournalError, UnitError
 from pytest_gpucluster.journal.journal import Journal
@@ -18,7 +18,7 @@ from pytest_gpucluster.journal.records import KIND_NAMES
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.reports.tables import percent, quantity
-from pytest_gpucluster.text import Column, plural, some_of
+from pytest_gpucluster.text import heads, plural, some_of
 
 AVERAGE, SLOWEST = "average_busbw", "busbw"
 """By the mean of all ranks' times, as nccl-tests prints it with a process for each GPU; or by the slowest rank's, as a
@@ -314,20 +314,13 @@ def program_commands(points: Iterable[Point]) -> list[str]:
     return list(commands)
 
 
-_HEADS = (
-    *(Column(title=title) for title in ("collective", "dtype", "size")),
-    *(Column(title=title, is_right=True) for title in ("ranks", "ours", "nccl-tests", "difference")),
-    Column(title=""),
+_HEADS = heads(
+    "collective, dtype, size, ranks, ours, nccl-tests, difference, ", right="ranks, ours, nccl-tests, difference"
 )
 
 
-def crosscheck_table(found: Crosscheck, width: int = 80) -> str:
-    """Return the answer, the notes, and a line for each size; busbw is in GB/s.
-
-    Args:
-        found: the crosscheck.
-        width: columns of the terminal.
-    """
+def crosscheck_blocks(found: Crosscheck) -> Iterator[Block]:
+    """Yield the answer, the notes, and a row for each size; busbw is in GB/s."""
     counts = ", ".join(f"{number} {'agree' if kind == AGREES else kind}" for kind, number in found.counts.items())
     beyond = f"{100 * found.beyond:g} %"
     answers = {
@@ -336,14 +329,14 @@ def crosscheck_table(found: Crosscheck, width: int = 80) -> str:
         AGREEMENT: f"busbw differs by no more than {beyond} at any size",
         UNDECIDED: f"nothing differs by more than {beyond}, but not everything was compared",
     }
-    lines = wrapped(f"{found.answer.upper()}: {answers[found.answer]} ({counts or 'no size compared'})", width)
+    yield f"{found.answer.upper()}: {answers[found.answer]} ({counts or 'no size compared'})"
     for mark, texts in (("wrong data", found.wrong), ("not compared", found.unmatched), ("note", found.notes)):
-        for text in texts:
-            lines += wrapped(f"{mark}: {text}", width)
+        yield from (f"{mark}: {text}" for text in texts)
     rows = sorted(found.rows, key=lambda row: KINDS.index(row.kind))
     if rows:
-        lines += ["", *table(_HEADS, ((_cells(row), [row.why] if row.why else []) for row in rows), width)]
-    return "\n".join(lines) + "\n"
+        yield ""
+        cells = [(_cells(row), [row.why] if row.why else []) for row in rows]
+        yield Rows(caption="Sizes, the worst first", heads=_HEADS, rows=cells)
 
 
 def _cells(row: SizeComparison) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.reports.summary import Row, is_better_higher, outline, short_name
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity, rank_name
-from pytest_gpucluster.text import Column, clean, one_line, plural, printable, shortened, some_of
+from pytest_gpucluster.text import Column, clean, heads, one_line, plural, printable, shortened, some_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +350,7 @@ def drain_text(found: Fleet, *, file: str = EXCLUDE_FILE) -> str:
 
 _ROWS = 64
 _OUTLIERS = 20
-_HEADS = (Column(title="node"), Column(title="verdict"), Column(title="tests"))
+_HEADS = heads("node, verdict, tests")
 
 
 def fleet_blocks(found: Fleet) -> Iterator[Block]:

@@ -17,20 +17,13 @@ from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.charts.plots import Level, Line, line_chart, ratios_to_median
 from pytest_gpucluster.reports.failures import BROKEN, FAILED, UNKNOWN, cluster_map
 from pytest_gpucluster.reports.summary import outline
-from pytest_gpucluster.text import Column, plural
+from pytest_gpucluster.text import heads, plural
 
 REPEATED = 2
 """From this number of runs on a GPU that has failed is a repeat offender."""
 _ABSENT = " "
 _MOST_LINES = 8
-_HEADS = (
-    Column(title="GPU"),
-    Column(title="failed"),
-    Column(title="runs"),
-    Column(title="first", is_right=True),
-    Column(title="worst", is_right=True),
-    Column(title="last", is_right=True),
-)
+_HEADS = heads("GPU, failed, runs, first, worst, last", right="first, worst, last")
 
 
 @dataclass(frozen=True, kw_only=True)

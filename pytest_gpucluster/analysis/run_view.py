@@ -123,18 +123,18 @@ def without_samples(result: TestResult) -> TestResult:
 
     A journal read with this is small, and has all that a comparison needs.
     """
+
+    def with_noise(judged: JudgedMetric) -> JudgedMetric:
+        estimates = {rank: estimate_of(judged, rank) for rank in judged.values}
+        intervals = {rank: each.interval for rank, each in estimates.items() if each.interval is not None}
+        return replace(judged, intervals=intervals, samples={}, telemetry={})
+
     return replace(
         result,
         name=result.name or short_name(result.nodeid),
         telemetry={},
-        measurements=tuple(map(_with_noise, result.measurements)),
+        measurements=tuple(map(with_noise, result.measurements)),
     )
-
-
-def _with_noise(judged: JudgedMetric) -> JudgedMetric:
-    estimates = {rank: estimate_of(judged, rank) for rank in judged.values}
-    intervals = {rank: each.interval for rank, each in estimates.items() if each.interval is not None}
-    return replace(judged, intervals=intervals, samples={}, telemetry={})
 
 
 def estimate_of(judged: JudgedMetric, rank: int) -> Estimate:

@@ -17,9 +17,6 @@ from pytest_gpucluster.errors import CertificateError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import plural, printable
 
-NOT_ACCEPTED = 1
-
-
 _EXAMPLES = """\
     gpucluster certificate create gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
     gpucluster certificate verify accepted.json --journal gpucluster-report/latest
@@ -28,7 +25,7 @@ _EXAMPLES = """\
     """
 _EXIT_CODES = {
     cli.DONE: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
-    NOT_ACCEPTED: "the run was not accepted (then no certificate is written without --even-though-not-accepted); "
+    cli.NEGATIVE: "the run was not accepted (then no certificate is written without --even-though-not-accepted); "
     "the certificate was changed, is not of this journal, or is of a run that was not accepted; the parts differ",
     cli.NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
 }
@@ -59,9 +56,9 @@ def _create(options: argparse.Namespace) -> int:
     content = certificate.certificate_content(journal, sha256=sha256)
     blockers = content["not_accepted_because"]
     if blockers and not options.even_though_not_accepted:
-        cli.complain(f"{path}: not accepted, so there is no certificate of it:", NOT_ACCEPTED)
+        cli.complain(f"{path}: not accepted, so there is no certificate of it:", cli.NEGATIVE)
         _print_list(blockers, sys.stderr)
-        return cli.complain("--even-though-not-accepted writes one that states so", NOT_ACCEPTED)
+        return cli.complain("--even-though-not-accepted writes one that states so", cli.NEGATIVE)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     text, digest = certificate.seal(content, at=now, by=options.by or "", note=options.note or "", version=__version__)
     cli.write_text(out, text)
@@ -99,7 +96,7 @@ def _verify(options: argparse.Namespace) -> int:
     if problems:
         print(f"NOT INTACT: {name}")
         _print_list(problems)
-        return NOT_ACCEPTED
+        return cli.NEGATIVE
     content = document.content
     made, run = content.made, content.run
     by = f" by {made.get('by')}" if made.get("by") else ""
@@ -120,7 +117,7 @@ def _verify(options: argparse.Namespace) -> int:
     state = "intact, ACCEPTED" if document.is_accepted else "intact, but of a run that was NOT ACCEPTED"
     print(f"{state}: {name}\nsha256 {document.digest}")  # not wrapped: for copying
     _print_list(lines if document.is_accepted else [*lines, *content.not_accepted_because])
-    return cli.DONE if document.is_accepted else NOT_ACCEPTED
+    return cli.DONE if document.is_accepted else cli.NEGATIVE
 
 
 @cli.command(
@@ -145,7 +142,7 @@ def _diff(options: argparse.Namespace) -> int:
     print(plural(len(found), "difference") if found else "the same parts")
     for line in judging_differences(old, new):
         _print_entry("note", f"judged differently: {line}")
-    return NOT_ACCEPTED if found else cli.DONE
+    return cli.NEGATIVE if found else cli.DONE
 
 
 def _print_list(lines: Sequence[str], stream: TextIO | None = None) -> None:

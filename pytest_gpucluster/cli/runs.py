@@ -303,7 +303,7 @@ def _crosscheck(options: argparse.Namespace) -> int:
         ours, outputs, beyond=options.beyond, partial=options.partial, other_hosts=options.other_hosts
     )
     code = {crosscheck.FINDING: cli.NEGATIVE, crosscheck.AGREEMENT: cli.DONE}.get(found.answer, cli.UNDECIDED)
-    cli.write_text("-", crosscheck.crosscheck_table(found, cli.columns()))
+    cli.write_text("-", as_text(crosscheck.crosscheck_blocks(found), cli.columns()))
     return code
 
 

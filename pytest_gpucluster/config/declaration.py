@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,38 +96,26 @@ class Section:
         if not self.attribute:
             object.__setattr__(self, "attribute", self.path.replace(".", "_"))
 
-    @cached_property
-    def keys(self) -> Mapping[str, tuple[str, ...]]:
-        """Path of each key -> the attribute that it fills, inside this section."""
-        return {path: place for path, place, _ in self._fields()}
-
-    @cached_property
-    def specs(self) -> Mapping[str, Spec]:
-        """Path of each key -> what it means and how it is written."""
-        return {path: spec for path, _, spec in self._fields()}
-
     @property
     def doc(self) -> str:
         """What the section is about."""
         return " ".join((self.type.__doc__ or "").split())
 
-    @property
-    def window_and_longest(self) -> tuple[str, str] | None:
-        """Return the paths of the two times that depend on each other, in a section that is sampled."""
-        window, longest = f"{self.path}.window", f"{self.path}.longest"
-        return (window, longest) if longest in self.keys else None
-
-    def _fields(self) -> Iterator[tuple[str, tuple[str, ...], Spec]]:
+    @cached_property
+    def keys(self) -> Mapping[str, tuple[tuple[str, ...], Spec]]:
+        """Path of each key -> the attribute that it fills, inside this section; and what it means."""
+        found: dict[str, tuple[tuple[str, ...], Spec]] = {}
         hints = typing.get_type_hints(self.type)
         for attribute in dataclasses.fields(self.type):
             hint = hints[attribute.name]
             if hint is Sampling:
                 for part, (key, spec) in zip(dataclasses.fields(Sampling), SAMPLING.items(), strict=True):
-                    yield f"{self.path}.{key}", (attribute.name, part.name), spec
+                    found[f"{self.path}.{key}"] = (attribute.name, part.name), spec
             else:
                 spec = dataclasses.replace(attribute.metadata["spec"], is_list=typing.get_origin(hint) is tuple)
                 key = spec.key or re.sub("_(?:seconds|bytes|ratio)$", "", attribute.name)
-                yield f"{self.path}.{key}", (attribute.name,), spec
+                found[f"{self.path}.{key}"] = (attribute.name,), spec
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ USUAL_PROFILE = "full"
 CPU_PROFILE = "cpu"
 """The one of a rehearsal on cpu, whatever was asked for."""
 SECTIONS: tuple[Section, ...] = declared("SECTIONS")
-KEYS: Mapping[str, Spec] = {path: spec for section in SECTIONS for path, spec in section.specs.items()}
+KEYS: Mapping[str, Spec] = {path: spec for section in SECTIONS for path, (_, spec) in section.keys.items()}
 """Path of every key, such as ``nccl.all_reduce.latency_sizes`` -> what it means and how it is written."""
 CRITERIA: Mapping[str, Criterion] = {criterion.name: criterion for criterion in declared("CRITERIA")}
 
@@ -108,7 +108,7 @@ def build(profile: str, values: Mapping[str, Any]) -> Workload:
     sections = {}
     for section in SECTIONS:
         plain: dict[str, Any] = {}
-        for path, place in section.keys.items():
+        for path, (place, _) in section.keys.items():
             if len(place) == 1:
                 plain[place[0]] = values[path]
             else:

@@ -112,7 +112,8 @@ def load(
             raise ThresholdsError(f"{found}; add it to the file: a rehearsal on cpu takes no other")
         raise ThresholdsError(f"{found}; add it to the file, or choose another with --gpucluster-profile")
     if small_training:
-        profiles[profile] = {**profiles[profile], **_small_training(profiles.get(CPU_PROFILE, {}))}
+        of_cpu = {key: entry for key, entry in profiles.get(CPU_PROFILE, {}).items() if _is_small(key)}
+        profiles[profile] = {**profiles[profile], **of_cpu}
     entries = dict(profiles[profile])
     for override in overrides:
         value, _ = KEYS[override.key].read(override.texts)
@@ -138,20 +139,14 @@ def load(
     return Loaded(workload=build(profile, {path: entry.value for path, entry in entries.items()}), record=record)
 
 
-def _small_training(of_cpu: _Entries) -> _Entries:
-    """Return what a simulated cluster takes of the profile cpu: all trainings, and of those with a rate the times.
-
-    Each step is really taken, and a simulated one of milliseconds takes as long on the host.
-    """
-    return {key: entry for key, entry in of_cpu.items() if _is_small(key)}
-
-
 _TRAININGS = ("training.", "fsdp.", "checkpoint.", "lora.", "failure_propagation.")
 _WITH_A_RATE = ("training.throughput.", "scaling.", "vision.")
 _OF_THE_HOST = (".compiled", ".workers", ".prefetch", ".warmup", ".window", ".image_size")
 
 
 def _is_small(key: str) -> bool:
+    """Return whether a simulated cluster takes a key of the profile cpu: all of a training, and of one with a rate the
+    times. Each step is really taken, and a simulated one of milliseconds takes as long on the host."""
     return key.endswith(_OF_THE_HOST) if key.startswith(_WITH_A_RATE) else key.startswith(_TRAININGS)
 
 
@@ -196,7 +191,7 @@ def _contradictions(entries: _Entries, own: Iterable[str]) -> Iterator[tuple[_En
     Where both were inherited, it is reported for the profile that they come from.
     """
     for section in SECTIONS:
-        window, longest = section.window_and_longest or ("", "")
+        window, longest = f"{section.path}.window", f"{section.path}.longest"  # of a section that is sampled
         if not {window, longest} <= entries.keys() or not {window, longest} & set(own):
             continue
         if entries[window].value > entries[longest].value:

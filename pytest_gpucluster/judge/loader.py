@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -96,20 +96,11 @@ def _load(*paths: Path) -> Thresholds:
         errors += reader.file.report()
     if errors:
         raise ThresholdsError("\n".join(errors))
-    return Thresholds(skus=skus, limits=_without_replaced(limits))
-
-
-def _without_replaced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
     # Layers come in order, so a later entry with the same conditions takes the place of the earlier one.
     kept = {
         (limit.sku, limit.metric, frozenset((part.key, part.text) for part in limit.when)): limit for limit in limits
     }
-    return tuple(kept.values())
-
-
-def _derived(limit: Limit) -> str:
-    whole = not limit.source or limit.source.startswith(("derived: ", "rule: "))
-    return limit.source if whole else f"derived: {limit.sku}: {limit.source}"
+    return Thresholds(skus=skus, limits=tuple(kept.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +182,10 @@ class _Reader:
                 f"{', '.join(sorted(earlier)) or 'there is none'}",
             )
         own = {limit.metric for limit in self.limits if limit.sku == name}
-        self.limits += [replace(limit, sku=name, source=_derived(limit)) for limit in theirs if limit.metric not in own]
+        for limit in (limit for limit in theirs if limit.metric not in own):
+            whole = not limit.source or limit.source.startswith(("derived: ", "rule: "))
+            source = limit.source if whole else f"derived: {limit.sku}: {limit.source}"
+            self.limits.append(replace(limit, sku=name, source=source))
 
     def _limits(self, sku: str, node: Node) -> None:
         what = f"the limits of {sku}" if sku == EVERY_SKU else f"the limits of {sku!r}"
@@ -299,10 +293,8 @@ class _Reader:
             metric=metric.name,
             sku=sku,
             unit=metric.unit,
-            min=bounds.get("min"),
-            max=bounds.get("max"),
+            **bounds,
             min_ratio_to_median=ratio,
-            expected=bounds.get("expected"),
             expect_transport=transports,
             source=source,
             origin=f"{self.file.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}",

@@ -104,7 +104,8 @@ def missing_limit(
     if sku in limits.skus:
         problem = f"no limit on {sku}" + (" for these conditions" if entries else "")
     else:
-        pattern = [f"    nvml_name: {_single_quoted(_pattern(gpu or '<NVML name>'))}"]
+        escaped = re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", gpu or "<NVML name>")
+        pattern = [f"    nvml_name: {_single_quoted(escaped)}"]
         problem = f"unknown GPU {gpu!r}: no SKU matches it" if gpu else "the name of the GPU is not known"
         if sku is not None:
             problem = f"unknown SKU {sku!r}"
@@ -150,10 +151,6 @@ def _scalar(text: str) -> str:
 
 def _single_quoted(text: str) -> str:
     return "'" + printable(text).replace("'", "''") + "'"
-
-
-def _pattern(nvml_name: str) -> str:
-    return re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", nvml_name)
 
 
 SLOWDOWNS: Mapping[str, str] = MappingProxyType(

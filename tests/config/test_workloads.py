@@ -14,7 +14,7 @@ SHIPPED = load(Path(__file__).parents[2] / "acceptance" / "workloads.yaml", prof
 VALUES = {
     path: functools.reduce(getattr, (section.attribute, *place), SHIPPED)
     for section in SECTIONS
-    for path, place in section.keys.items()
+    for path, (place, _) in section.keys.items()
 } | {"matmul.sizes": (128, 384), "matmul.window": 0.7, "health.mig": "on", "training.layers": 3}
 
 RECORD = WorkloadRecord(
