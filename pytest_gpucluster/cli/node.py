@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.analysis.output import json_document
+from pytest_gpucluster.analysis.output import fields_of, json_document
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.text import paragraph, plural, printable
@@ -154,11 +154,7 @@ def _advice_document(facts: Facts, advice: NcclAdvice) -> dict[str, object]:
         "schema_version": SCHEMA_VERSION,
         "host": facts.host,
         "launcher": facts.launcher or None,
-        "scheduler": facts.scheduler,
-        "nnodes": facts.nnodes,
-        "container": facts.container,
-        "provider": facts.provider,
-        "nccl": facts.nccl,
+        **fields_of(facts, "scheduler", "nnodes", "container", "provider", "nccl"),
         "gpus": [{"name": gpu.name, "pci": gpu.pci} for gpu in facts.visible.gpus],
         "nvlink": facts.visible.nvlink,
         "nvls": facts.visible.nvls,

@@ -34,6 +34,7 @@ class Unit:
 def _table() -> dict[str, Unit]:
     decimal = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
     binary = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+    counted = "ranks findings nodes dtypes ports words files CPUs tasks"
     factors: dict[str, dict[str, int]] = {
         # Base unit: the bit, so that bits and bytes are both whole multiples of it.
         "amount of data": {"B": 8} | {f"{p}B": 8 * f for p, f in (decimal | binary).items()},
@@ -42,18 +43,8 @@ def _table() -> dict[str, Unit]:
         | {f"{p}b/s": f for p, f in decimal.items()},
         "compute rate": {"FLOPS": 1} | {f"{p}FLOPS": f for p, f in decimal.items() if p != "k"},
         "time": {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9},
-        "token rate": {"tokens/s": 1},
-        "image rate": {"images/s": 1},
-        "number of ranks": {"ranks": 1},
-        "number of findings": {"findings": 1},
-        "number of nodes": {"nodes": 1},
-        "file rate": {"files/s": 1},
-        "number of dtypes": {"dtypes": 1},
-        "number of ports": {"ports": 1},
-        "number of words": {"words": 1},
-        "number of files": {"files": 1},
-        "number of CPUs": {"CPUs": 1},
-        "number of tasks": {"tasks": 1},
+        **{f"{what} rate": {f"{what}s/s": 1} for what in ("token", "image", "file")},
+        **{f"number of {what}": {what: 1} for what in counted.split()},
         "loss": {"nats": 1},
         "power": {"mW": 1, "W": 1000},
         "frequency": {"Hz": 1, "kHz": 10**3, "MHz": 10**6, "GHz": 10**9},

@@ -37,9 +37,7 @@ def load(folder, text):
 def test_the_entry_that_is_explained_to_decide_is_the_one_that_decides(metric, sku, nnodes, per_node, labels):
     world = nnodes * per_node
     known = facts(world_size=world, nnodes=nnodes, labels=labels)
-    found = [
-        entry for entry in explain(SHIPPED, metric, sku=sku, known=known, is_all=True) if entry.effect == "decides"
-    ]
+    found = [entry for entry in explain(SHIPPED, metric, sku=sku, known=known) if entry.effect == "decides"]
     expected = SHIPPED.limit(metric, sku=sku, world_size=world, nnodes=nnodes, labels=labels)
     assert [entry.limit for entry in found] == ([] if expected is None else [expected])
 
