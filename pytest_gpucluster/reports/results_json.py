@@ -32,7 +32,8 @@ SCHEMA_VERSION = 1
 
 Schema = dict[str, Any]
 Get = str | Callable[[Any, Journal], Any]
-"""Where an object's key has its value: the name of an attribute, or a function of the object and the journal."""
+"""Where an object's key has its value: the name of an attribute, such as "gpu.uuid" or "journal.end.at", which is null
+where a part of it is None; or a function of the object and the journal."""
 
 
 def render(journal: Journal) -> str:
@@ -138,10 +139,20 @@ def _or_null(inner: _Type) -> _Type:
     )
 
 
+def _object_or_null(description: str, get: Get | None = None, /, **keys: _Type) -> _Type:
+    return _or_null(_object(description, get, **keys))
+
+
 def _value(source: Any, journal: Journal, get: Get) -> Any:
     if not isinstance(get, str):
         return get(source, journal)
-    return source[get] if isinstance(source, Mapping) else getattr(source, get)
+    source = {"journal": journal} if get.startswith("journal.") else source
+    first, *names = get.split(".")
+    found = source[first] if isinstance(source, Mapping) else getattr(source, first)
+    for name in names:
+        if found is not None:
+            found = found.get(name) if isinstance(found, Mapping) else getattr(found, name)
+    return found
 
 
 # ---- values ------------------------------------------------------------------------------------------------------
@@ -171,18 +182,16 @@ def _test_values(row: summary.Row, journal: Journal) -> dict[str, Any]:
 
 
 def _limit(description: str, get: Get) -> _Type:
-    return _or_null(
-        _object(
-            description,
-            get,
-            min=_number_or_null("Lower limit for every rank."),
-            max=_number_or_null("Upper limit for every rank."),
-            min_ratio_to_median=_number_or_null("Lower limit for each rank as a ratio of the median of the others."),
-            expected=_number_or_null("The value of a good system: shown next to the limit, never judged."),
-            expect_transport=_or_null(_list("The allowed transports; null: any.", _text("A transport."))),
-            source=_text("The source of the numbers."),
-            origin=_text("File and line of the limit."),
-        )
+    return _object_or_null(
+        description,
+        get,
+        min=_number_or_null("Lower limit for every rank."),
+        max=_number_or_null("Upper limit for every rank."),
+        min_ratio_to_median=_number_or_null("Lower limit for each rank as a ratio of the median of the others."),
+        expected=_number_or_null("The value of a good system: shown next to the limit, never judged."),
+        expect_transport=_or_null(_list("The allowed transports; null: any.", _text("A transport."))),
+        source=_text("The source of the numbers."),
+        origin=_text("File and line of the limit."),
     )
 
 
@@ -202,37 +211,31 @@ _MEASUREMENT = _object(
     ),
     reason=_text("Why it failed or could not be judged."),
     inconclusive=_text("Why the value cannot be distinguished from its limit; empty if it can."),
-    stopped=_or_null(
-        _object(
-            "Why sampling on the worst rank ended; null if it took no samples, or in an older journal.",
-            by=_choice(
-                STOPPED_BY,
-                "interval: the 95 % interval of the median was narrow enough; time: the time and its extension were "
-                "used up; samples: there were no more to take.",
-            ),
-            samples=_integer("Number of samples."),
-            seconds=_number("Their total duration; 0 if they were not taken for this."),
-            width_ratio=_number("Width of the interval as a ratio of the median."),
-            allowed_ratio=_number("The allowed width."),
-            extended=_flag("Whether sampling was extended beyond its time."),
-        )
+    stopped=_object_or_null(
+        "Why sampling on the worst rank ended; null if it took no samples, or in an older journal.",
+        by=_choice(
+            STOPPED_BY,
+            "interval: the 95 % interval of the median was narrow enough; time: the time and its extension were "
+            "used up; samples: there were no more to take.",
+        ),
+        samples=_integer("Number of samples."),
+        seconds=_number("Their total duration; 0 if they were not taken for this."),
+        width_ratio=_number("Width of the interval as a ratio of the median."),
+        allowed_ratio=_number("The allowed width."),
+        extended=_flag("Whether sampling was extended beyond its time."),
     ),
     value=_number_or_null("The worst rank's value, which decides; null if there is none."),
     interval=_or_null(
         _list("The 95 % confidence interval of the value; null if unknown.", _number("An end."), length=2)
     ),
-    worst=_or_null(
-        _object(
-            "Where that value was measured; null if no rank stands out.",
-            lambda judged, journal: (
-                None
-                if judged.worst_rank is None
-                else journal.place(judged.worst_rank) or RankPlace(rank=judged.worst_rank)
-            ),
-            rank=_integer("The rank."),
-            host=_text_or_null("Its host.", lambda place, _: place.host or None),
-            gpu_uuid=_text_or_null("Its GPU.", lambda place, _: (place.gpu or {}).get("uuid")),
-        )
+    worst=_object_or_null(
+        "Where that value was measured; null if no rank stands out.",
+        lambda judged, journal: (
+            None if judged.worst_rank is None else journal.place(judged.worst_rank) or RankPlace(rank=judged.worst_rank)
+        ),
+        rank=_integer("The rank."),
+        host=_text_or_null("Its host.", lambda place, _: place.host or None),
+        gpu_uuid=_text_or_null("Its GPU.", "gpu.uuid"),
     ),
     limit=_limit("The limit; null if none applies.", "limit"),
     shipped_limit=_limit(
@@ -245,20 +248,18 @@ _MEASUREMENT = _object(
     mean=_number_or_null("The mean of all ranks."),
     ratio_to_median=_number_or_null("The lowest rank over the median of the others."),
     values=_map("Each rank's value by its number.", _number("A value.")),
-    baseline=_or_null(
-        _object(
-            "The comparison with the baseline, for the worst rank; null without a baseline.",
-            lambda judged, _: baseline_of(judged.baseline),
-            kind=_text("better, worse, within noise and the like (docs/compare.md)."),
-            old=_number_or_null("The baseline's value.", lambda found, _: found.old and found.old.value),
-            old_rank=_integer_or_null("The rank there."),
-            rank=_integer_or_null("The rank here."),
-            matched_by=_text("How the two ranks were matched."),
-            change_ratio=_number_or_null("The change; positive is better."),
-            allowed_ratio=_number_or_null("The allowed change for the worse."),
-            decides=_flag("Whether it can fail the test."),
-            why=_text("An explanation."),
-        )
+    baseline=_object_or_null(
+        "The comparison with the baseline, for the worst rank; null without a baseline.",
+        lambda judged, _: baseline_of(judged.baseline),
+        kind=_text("better, worse, within noise and the like (docs/compare.md)."),
+        old=_number_or_null("The baseline's value.", "old.value"),
+        old_rank=_integer_or_null("The rank there."),
+        rank=_integer_or_null("The rank here."),
+        matched_by=_text("How the two ranks were matched."),
+        change_ratio=_number_or_null("The change; positive is better."),
+        allowed_ratio=_number_or_null("The allowed change for the worse."),
+        decides=_flag("Whether it can fail the test."),
+        why=_text("An explanation."),
     ),
     telemetry=_text(
         "Telemetry of the worst rank's GPU during the measurement; empty if unknown.",
@@ -295,19 +296,17 @@ _TEST = _object(
     unjudged=_text("Why its values, or its rates, were not judged although they should be; else empty."),
     started_at=_text_or_null("ISO 8601; null if it was not started."),
     seconds=_number("Its duration, with setup and teardown.", "duration_seconds"),
-    spent=_or_null(
-        _object(
-            "Its time by parts, over all attempts; null if not recorded.",
-            **{
-                part: _object(
-                    description,
-                    seconds=_number("On the first rank; its parts add up to the whole test."),
-                    most_seconds=_number("The maximum of all ranks. The others report theirs after teardown."),
-                    most_rank=_integer("The first rank with that maximum."),
-                )
-                for part, description in _SPENT.items()
-            },
-        )
+    spent=_object_or_null(
+        "Its time by parts, over all attempts; null if not recorded.",
+        **{
+            part: _object(
+                description,
+                seconds=_number("On the first rank; its parts add up to the whole test."),
+                most_seconds=_number("The maximum of all ranks. The others report theirs after teardown."),
+                most_rank=_integer("The first rank with that maximum."),
+            )
+            for part, description in _SPENT.items()
+        },
     ),
     headline=_integer_or_null(
         "The index of the deciding measurement: the miss that explains the others, else the one with the least margin.",
@@ -325,29 +324,27 @@ _TEST = _object(
     ),
     culprits=_list("The ranks that are the cause.", _integer("A rank.")),
     released=_list("Ranks that only waited for a culprit and were released.", _integer("A rank.")),
-    isolation=_or_null(
-        _object(
-            "The result of the search for culprits; null if there was none.",
-            culprits=_list(
-                "Confirmed by further probes with known-good partners.",
-                _object(
-                    "A node, a GPU, or the link between two.",
-                    names=_list("Its name; of a link both ends.", _text("A name.")),
-                    kind=_text("unit or link."),
-                    failed=_integer_or_null("Number of probes with it that failed."),
-                    probes=_integer_or_null("Number of probes with it."),
-                    evidence=_list("The evidence.", _text("One line.")),
-                ),
-                lambda search, _: [vars(each) | {"names": search.named(each.units)} for each in search.culprits],
+    isolation=_object_or_null(
+        "The result of the search for culprits; null if there was none.",
+        culprits=_list(
+            "Confirmed by further probes with known-good partners.",
+            _object(
+                "A node, a GPU, or the link between two.",
+                names=_list("Its name; of a link both ends.", _text("A name.")),
+                kind=_text("unit or link."),
+                failed=_integer_or_null("Number of probes with it that failed."),
+                probes=_integer_or_null("Number of probes with it."),
+                evidence=_list("The evidence.", _text("One line.")),
             ),
-            cleared=_list(
-                "Those that passed with others.", _text("A name."), lambda search, _: search.named(search.cleared)
-            ),
-            undecided=_list("The rest.", _text("A name."), lambda search, _: search.named(search.undecided)),
-            why_undecided=_text("Why the rest is undecided."),
-            reproduced=_flag("Whether the fault was reproduced."),
-            cut_short=_text("Why the search ended early; empty if it did not."),
-        )
+            lambda search, _: [vars(each) | {"names": search.named(each.units)} for each in search.culprits],
+        ),
+        cleared=_list(
+            "Those that passed with others.", _text("A name."), lambda search, _: search.named(search.cleared)
+        ),
+        undecided=_list("The rest.", _text("A name."), lambda search, _: search.named(search.undecided)),
+        why_undecided=_text("Why the rest is undecided."),
+        reproduced=_flag("Whether the fault was reproduced."),
+        cut_short=_text("Why the search ended early; empty if it did not."),
     ),
     properties=_properties("The test's own properties."),
     artifacts=_text("The folder of its files, relative to this file; it exists only if the test wrote any."),
@@ -355,18 +352,16 @@ _TEST = _object(
 
 _RUN = _object(
     "What ran, where and when.",
-    lambda _, journal: journal.run,
+    "journal.run",
     run_id=_text("The launcher's id of the run."),
     started_at=_text("ISO 8601."),
-    ended_at=_text_or_null(
-        "ISO 8601; null if the run was cut off.", lambda _, journal: journal.end.at if journal.end is not None else None
-    ),
+    ended_at=_text_or_null("ISO 8601; null if the run was cut off.", "journal.end.at"),
     seconds=_number("Its duration, as far as it is known.", lambda _, journal: summary.run_seconds(journal)),
     closed_by=_text_or_null(
         "Who closed the journal: rank 0, or the recorder after its end; null if it is open.",
-        lambda _, journal: journal.end.by if journal.end is not None else None,
+        "journal.end.by",
     ),
-    cut=_flag("True if the journal's last line was cut off and ignored.", lambda _, journal: journal.cut),
+    cut=_flag("True if the journal's last line was cut off and ignored.", "journal.cut"),
     merged_from=_list(
         "The runs that were merged into this one, the oldest first; empty if it was not merged.",
         _object(
@@ -386,7 +381,7 @@ _RUN = _object(
     deviations=_list(
         "Where limits or workload were weaker than the shipped ones, or a test passed after a miss.",
         _text("One deviation."),
-        lambda _, journal: journal.deviations,
+        "journal.deviations",
     ),
     world_size=_integer("Ranks."),
     nnodes=_integer("Nodes."),
@@ -421,7 +416,7 @@ _RESULTS = _object(
         accepted=_flag(
             "True only if the verdict is ACCEPTED: not for a rehearsal, a simulated cluster or a selection, whose exit"
             " code is 0 too.",
-            lambda run, _: run.is_accepted,
+            "is_accepted",
         ),
         rehearsal=_flag("True on cpu: no statement about hardware.", lambda run, _: run.kind == REHEARSAL),
         simulated=_flag(
@@ -452,49 +447,42 @@ _RESULTS = _object(
         ),
         problems=_list("Inconsistencies found before the first test.", _text("One problem.")),
     ),
-    limits=_or_null(
-        _object(
-            "The limits in force; null if the run ended before they were read.",
-            lambda _, journal: journal.limits,
-            sku=_text_or_null("The SKU whose limits apply; null if there are none for this GPU."),
-            gpu_name=_text_or_null("The GPU's name as reported by NVML; null on cpu."),
-            files=_list(
-                "The files of limits, later ones overlaying earlier ones.",
-                _object(
-                    "A file.",
-                    path=_text("Its path.", lambda file, _: file[0]),
-                    sha256=_text(
-                        "The SHA-256 of its content; empty if it could not be read again.", lambda file, _: file[1]
-                    ),
+    limits=_object_or_null(
+        "The limits in force; null if the run ended before they were read.",
+        "journal.limits",
+        sku=_text_or_null("The SKU whose limits apply; null if there are none for this GPU."),
+        gpu_name=_text_or_null("The GPU's name as reported by NVML; null on cpu."),
+        files=_list(
+            "The files of limits, later ones overlaying earlier ones.",
+            _object(
+                "A file.",
+                path=_text("Its path.", lambda file, _: file[0]),
+                sha256=_text(
+                    "The SHA-256 of its content; empty if it could not be read again.", lambda file, _: file[1]
                 ),
             ),
-        )
+        ),
     ),
-    environment=_or_null(
-        _object(
-            "The system of the first rank; null if the run ended before it was known.",
-            lambda _, journal: journal.environment,
-            host=_text("The host."),
-            system=_text("Distribution, kernel and architecture."),
-            cpus=_integer_or_null("Its CPUs."),
-            variables=_texts("Environment variables that influence measurements, by name."),
-        )
+    environment=_object_or_null(
+        "The system of the first rank; null if the run ended before it was known.",
+        "journal.environment",
+        host=_text("The host."),
+        system=_text("Distribution, kernel and architecture."),
+        cpus=_integer_or_null("Its CPUs."),
+        variables=_texts("Environment variables that influence measurements, by name."),
     ),
-    workload=_or_null(
-        _object(
-            "Sizes, shapes and times; null if the suite has none.",
-            lambda _, journal: journal.workload,
-            profile=_text("The profile, such as full."),
-            file=_text("The file that sets it."),
-            values=_map(
-                "Each value by its key.",
-                _object("A value.", value=_text("The value as written."), origin=_text("Its origin.")),
-                lambda workload, _: {
-                    key: {"value": value, "origin": workload.origins.get(key, "")}
-                    for key, value in workload.values.items()
-                },
-            ),
-        )
+    workload=_object_or_null(
+        "Sizes, shapes and times; null if the suite has none.",
+        "journal.workload",
+        profile=_text("The profile, such as full."),
+        file=_text("The file that sets it."),
+        values=_map(
+            "Each value by its key.",
+            _object("A value.", value=_text("The value as written."), origin=_text("Its origin.")),
+            lambda workload, _: {
+                key: {"value": value, "origin": workload.origins.get(key, "")} for key, value in workload.values.items()
+            },
+        ),
     ),
     tests=_list(
         "Every test in the order of the run; those that did not run come last.",
@@ -510,7 +498,7 @@ _RESULTS = _object(
             message=_text("One line."),
             text=_text("All that is known about it."),
         ),
-        lambda _, journal: journal.problems,
+        "journal.problems",
     ),
-    properties=_properties("Properties that the suite recorded for the run.", lambda _, journal: journal.properties),
+    properties=_properties("Properties that the suite recorded for the run.", "journal.properties"),
 )
