@@ -10,24 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from pytest_gpucluster.errors import OutputError
 from pytest_gpucluster.text import one_line
 
-PROGRAMS: Mapping[str, str] = MappingProxyType(
-    {
-        "all_reduce": "all_reduce_perf",
-        "all_gather": "all_gather_perf",
-        "reduce_scatter": "reduce_scatter_perf",
-        "all_to_all": "alltoall_perf",
-        "broadcast": "broadcast_perf",
-        "send_recv": "sendrecv_perf",
-    }
-)
+PROGRAMS: Mapping[str, str] = {
+    "all_reduce": "all_reduce_perf",
+    "all_gather": "all_gather_perf",
+    "reduce_scatter": "reduce_scatter_perf",
+    "all_to_all": "alltoall_perf",
+    "broadcast": "broadcast_perf",
+    "send_recv": "sendrecv_perf",
+}
 """Our collective -> the program of nccl-tests that measures it."""
 
-DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "half", "fp32": "float", "fp64": "double"})
+DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "half", "fp32": "float", "fp64": "double"}
 """Our dtype -> that of ``-d``."""
 
 IN_PLACE, OUT_OF_PLACE = "in-place", "out-of-place"

@@ -92,7 +92,9 @@ class TestRecord:
             self.released |= set(merged.released)
             self.too_slow = self.too_slow or merged.too_slow
         if outcome == "failed":
-            outcome = self._refine(when, merged)
+            outcome = "failed" if when == "call" else "error"
+            if merged is not None and merged.outcome in ("failed", "error"):
+                outcome = merged.outcome
             self._add_failure(when, outcome, message, text)
         elif outcome == "skipped" and (not self.decided or self.outcome == "passed"):
             self._decide("skipped", when, message, text)
@@ -150,11 +152,6 @@ class TestRecord:
     def _decide(self, outcome: str, phase: str, message: str, text: str) -> None:
         self.outcome, self.phase, self.message, self.text = outcome, phase, first_line(message), text
         self.decided = True
-
-    def _refine(self, when: str, merged: Merged | None) -> str:
-        if merged is not None and merged.outcome in ("failed", "error"):
-            return merged.outcome
-        return "failed" if when == "call" else "error"
 
     def _add_failure(self, when: str, outcome: str, message: str, text: str) -> None:
         is_first = not self.decided or self.outcome in ("passed", "skipped")

@@ -26,28 +26,24 @@ CONTRACT = "acceptance of 2 x 8 H100 SXM"
 ROOM_RATIO = 0.97
 """How much of the lowest comparable healthy value a floor may be: some 3 % belong to the next healthy GPU."""
 
-_TRANSPORTS = MappingProxyType(
-    {
-        "EFA": "NET/AWS Libfabric",
-        "TCPXO": "NET/FasTrak",
-        "TCPX": "NET/GPUDirectTCPX",
-        "TCP": "NET/Socket",
-        "NVLink": "P2P",
-    }
-)
+_TRANSPORTS: Mapping[str, str] = {
+    "EFA": "NET/AWS Libfabric",
+    "TCPXO": "NET/FasTrak",
+    "TCPX": "NET/GPUDirectTCPX",
+    "TCP": "NET/Socket",
+    "NVLink": "P2P",
+}
 _SMALLEST_JUDGED = "1 GB"
 _BEST_OF = "4096, 8192, 16384"
-_READ = MappingProxyType(
-    {
-        "transport": "transport",
-        "within": "transport",
-        "nics": "nics",
-        "size": "size",
-        "mode": "mode",
-        "best": "best_of",
-        "model": "model",
-    }
-)
+_READ: Mapping[str, str] = {
+    "transport": "transport",
+    "within": "transport",
+    "nics": "nics",
+    "size": "size",
+    "mode": "mode",
+    "best": "best_of",
+    "model": "model",
+}
 """Label of a row -> the label of a measurement that is made of it."""
 
 

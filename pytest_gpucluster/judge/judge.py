@@ -45,19 +45,6 @@ class Judgement:
     measurements: tuple[JudgedMetric, ...]
 
 
-def whole_nodes(ranks: Collection[int], nodes: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the nodes all of whose ranks are among ``ranks``, where that distinguishes a node from a GPU:
-    where there are several nodes, and several ranks on that node.
-
-    >>> whole_nodes([2, 3, 5], {0: [0, 1], 1: [2, 3], 2: [4, 5]})
-    [1]
-    """
-    if len(nodes) < 2:
-        return []
-    among = set(ranks)
-    return [node for node, own in nodes.items() if len(own) > 1 and among.issuperset(own)]
-
-
 def describe_nodes(
     ranks: Collection[int], *, nodes: Mapping[int, Sequence[int]], host_of: Mapping[int, str], noun: str
 ) -> str:
@@ -73,10 +60,9 @@ def describe_nodes(
         host_of: rank -> its host; a node without one is called by its number.
         noun: what a rank stands for: "GPUs", or "ranks" in a rehearsal.
     """
-    whole = whole_nodes(ranks, nodes)
-    if not whole:
-        return ""
-    if len(set(ranks)) == sum(len(own) for own in nodes.values()):
+    among = set(ranks)
+    whole = [node for node, own in nodes.items() if len(own) > 1 and among.issuperset(own)]
+    if len(nodes) < 2 or not whole or len(among) == sum(len(own) for own in nodes.values()):
         return ""  # no node stands out
     hosts = [host_of.get(nodes[node][0], f"node {node}") for node in whole]
     if len(hosts) == 1:
@@ -84,7 +70,7 @@ def describe_nodes(
     else:
         more = hosts[1] if len(hosts) == 2 else f"{len(hosts) - 1} more nodes"
         text = f"all {noun} of {hosts[0]} and {more} (look at the nodes)"
-    others = len(set(ranks)) - sum(len(nodes[node]) for node in whole)
+    others = len(among) - sum(len(nodes[node]) for node in whole)
     return text + (f" and {others} more {noun}" if others else "")
 
 

@@ -153,25 +153,21 @@ def _single_quoted(text: str) -> str:
     return "'" + printable(text).replace("'", "''") + "'"
 
 
-SLOWDOWNS: Mapping[str, str] = MappingProxyType(
-    {
-        "hw_slowdown": "HW slowdown",
-        "hw_thermal": "HW thermal slowdown",
-        "sw_thermal": "SW thermal slowdown",
-        "hw_power_brake": "HW power brake",
-    }
-)
+SLOWDOWNS: Mapping[str, str] = {
+    "hw_slowdown": "HW slowdown",
+    "hw_thermal": "HW thermal slowdown",
+    "sw_thermal": "SW thermal slowdown",
+    "hw_power_brake": "HW power brake",
+}
 """Throttle reasons of a GPU that is too hot or short of power, as nvidia-smi calls them; the health criterion's set."""
 
-NOTES: Mapping[str, str] = MappingProxyType(
-    {
-        "sw_power_cap": "power limit {} (normal under full load)",
-        "applications_clocks": "clocks held by their setting {} (nvidia-smi -ac, -lgc)",
-        "sync_boost": "clocks held to those of other GPUs {} (sync boost)",
-        "board_limit": "board limit {}",
-        "reliability": "reliability limit {}",
-    }
-)
+NOTES: Mapping[str, str] = {
+    "sw_power_cap": "power limit {} (normal under full load)",
+    "applications_clocks": "clocks held by their setting {} (nvidia-smi -ac, -lgc)",
+    "sync_boost": "clocks held to those of other GPUs {} (sync boost)",
+    "board_limit": "board limit {}",
+    "reliability": "reliability limit {}",
+}
 """Throttle reasons that a healthy GPU can have. Source: NVML API reference, nvmlClocksEventReasons."""
 
 LEAST_SHARE = 0.01

@@ -45,18 +45,16 @@ class Peaks:
 
 
 # The unit of each figure in Peaks, so that it can be converted to a metric's unit.
-PEAK_UNITS: Mapping[str, str] = MappingProxyType(
-    {
-        "fp32_tflops": "TFLOPS",
-        "tf32_tflops": "TFLOPS",
-        "bf16_tflops": "TFLOPS",
-        "fp16_tflops": "TFLOPS",
-        "fp8_tflops": "TFLOPS",
-        "hbm_tb_per_second": "TB/s",
-        "link_gb_per_second": "GB/s",
-        "host_gb_per_second": "GB/s",
-    }
-)
+PEAK_UNITS: Mapping[str, str] = {
+    "fp32_tflops": "TFLOPS",
+    "tf32_tflops": "TFLOPS",
+    "bf16_tflops": "TFLOPS",
+    "fp16_tflops": "TFLOPS",
+    "fp8_tflops": "TFLOPS",
+    "hbm_tb_per_second": "TB/s",
+    "link_gb_per_second": "GB/s",
+    "host_gb_per_second": "GB/s",
+}
 # Peaks of links between GPUs: they bound a value only where all traffic stays on those links.
 LINK_PEAKS = frozenset({"link_gb_per_second"})
 

@@ -47,10 +47,8 @@ class Isolation:
 
 def isolation_of(found: Mapping[str, Any]) -> Isolation | None:
     """Return the search in a test's result; None if there was none."""
-    if not found:
-        return None
     try:
-        return read(Isolation, dict(found), "isolation")
+        return read(Isolation, dict(found), "isolation") if found else None
     except JournalError as error:
         return Isolation(why_undecided=f"{error}; see the journal")
 
@@ -79,9 +77,7 @@ class BaselineComparison:
 
 def baseline_of(found: Mapping[str, Any]) -> BaselineComparison | None:
     """Return the comparison in a judged metric; None without a baseline."""
-    if not found:
-        return None
     try:
-        return read(BaselineComparison, dict(found), "baseline")
+        return read(BaselineComparison, dict(found), "baseline") if found else None
     except JournalError as error:
         return BaselineComparison(kind="unknown", why=f"{error}; see the journal")

@@ -32,6 +32,7 @@ from pytest_gpucluster.text import (
     clean,
     columns,
     fitted_table,
+    heads,
     one_line,
     padded,
     paragraph,
@@ -63,8 +64,7 @@ _NAME = 1
 
 
 def _heads(name: str) -> list[Column]:
-    titles = ("", name, "value", "limit", "margin", "rank")
-    return [Column(title=title, is_right=title in ("value", "margin")) for title in titles]
+    return heads(f", {name}, value, limit, margin, rank", right="value, margin")
 
 
 def render(

@@ -4,7 +4,7 @@ import pytest
 from complaints import in_order
 from verdicts import LIMITS, all_ranks, bf16, hold, world_of
 
-from pytest_gpucluster.judge.judge import describe_nodes, judge, whole_nodes
+from pytest_gpucluster.judge.judge import describe_nodes, judge
 
 NODES = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9, 10, 11]}
 HOSTS = {rank: f"gpu-{node}" for node, ranks in NODES.items() for rank in ranks}
@@ -35,8 +35,8 @@ def test_more_than_two_nodes_are_counted_and_a_single_one_is_no_node_among_other
 
 @pytest.mark.parametrize("nodes", [{0: [0, 1]}, {0: [0], 1: [1]}], ids=["one node", "one GPU on each"])
 def test_where_node_and_gpu_are_the_same_nothing_is_distinguished(nodes):
-    assert whole_nodes([0, 1], nodes) == []
-    assert whole_nodes([1], nodes) == []
+    for ranks in ([0, 1], [1]):
+        assert describe_nodes(ranks, nodes=nodes, host_of=HOSTS, noun="GPUs") == ""
 
 
 def held(slow, good=790.0):

@@ -74,10 +74,8 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
     details_of_rows = _details(templates, rows, journal, files)
     environment, cluster = journal.environment, journal.cluster
     same, ranks = _inventory(journal)
-    nodes, anchors = (
-        failures.cluster_map(journal, overview),
-        {row.nodeid: f"c{n}" for n, row in enumerate(rows[:_ROWS], start=1)},
-    )
+    nodes = failures.cluster_map(journal, overview)
+    anchors = {row.nodeid: f"c{n}" for n, row in enumerate(rows[:_ROWS], start=1)}
     document = templates.get_template("page.html.j2").render(
         **_assets(templates, "page.js"),
         overview=overview,
