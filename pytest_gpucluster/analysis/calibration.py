@@ -315,13 +315,13 @@ def overlay(
         f"# their median absolute deviation), and {100 * LEAST_SPREAD:g} % of the median.",
     ]
     in_force = dict.fromkeys(file for source in sources for file in source.journal.limit_files)
-    others = [(path, digest) for path, digest in in_force if digest != shipped]
+    others = [file for file in in_force if file.sha256 != shipped]
     if others:
         lines += [
             "#",
             "# These runs were judged by other limits than those that this version ships. A run takes one file",
             "# next to the shipped one: copy into this one what is to stay in force of",
-            *(f"#   {_comment(path)} (sha256 {digest})" for path, digest in others),
+            *(f"#   {_comment(file.path)} (sha256 {file.sha256})" for file in others),
         ]
     lines += ["", "schema_version: 1", "skus:", f"  {json.dumps(printable(sku))}:", "    limits:"]
     by_metric: dict[str, list[Proposal]] = {}

@@ -305,7 +305,7 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
             "limits": {
                 "sku": journal.sku,
                 "gpu_name": journal.gpu_name,
-                "files": [{"path": path, "sha256": digest} for path, digest in journal.limit_files],
+                "files": journal.limit_files,
             },
             "nodes": nodes,
             "missing": missing_parts(nodes),

@@ -178,7 +178,7 @@ def _missing_facts(journal: Journal) -> Iterator[str]:
             yield f"the journal has no {what}"
     if journal.sku == CPU_REHEARSAL and not journal.run.rehearsal:
         yield f"it was judged by the limits of {CPU_REHEARSAL}"
-    unsure = [path for path, digest in journal.limit_files if not re.fullmatch("[0-9a-f]{64}", digest)]
+    unsure = [file.path for file in journal.limit_files if not re.fullmatch("[0-9a-f]{64}", file.sha256)]
     yield from _named(unsure, "has no recorded digest")
 
 

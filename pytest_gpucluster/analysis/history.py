@@ -7,7 +7,7 @@ median of all ranks in that run, over the tests whose values spread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_gpucluster.analysis.fleet import NodeRun
@@ -87,8 +87,11 @@ def history(runs: Iterable[NodeRun], *, unreadable: Sequence[tuple[str, str]] = 
     marks: dict[str, list[str]] = {}
     shares: dict[str, list[float | None]] = {}
     for number, run in enumerate(ordered):
-        worst = _worst_shares(run)
-        for gpu in (gpu for node in cluster_map(run.journal, outline(run.journal)) for gpu in node.gpus):
+        overview, worst = outline(run.journal), dict[int, float]()
+        for judged in (row.headline for row in overview.rows if row.headline is not None):
+            for rank, share in ratios_to_median(judged).items():
+                worst[rank] = min(share, worst.get(rank, share))
+        for gpu in (gpu for node in cluster_map(run.journal, overview) for gpu in node.gpus):
             place = f"{gpu.place.host} GPU {gpu.index}"
             key = gpu.place.uuid or place
             names[key] = f"{place} {gpu.place.uuid[:12]}".strip()
@@ -97,14 +100,6 @@ def history(runs: Iterable[NodeRun], *, unreadable: Sequence[tuple[str, str]] = 
     gpus = [GpuHistory(name=name, marks="".join(marks[key]), shares=shares[key]) for key, name in names.items()]
     gpus.sort(key=lambda gpu: (-gpu.failures, gpu.name))
     return History(runs=ordered, gpus=gpus, unreadable=unreadable)
-
-
-def _worst_shares(run: NodeRun) -> Mapping[int, float]:
-    found: dict[int, float] = {}
-    for row in outline(run.journal).rows:
-        for rank, share in ratios_to_median(row.headline).items() if row.headline is not None else ():
-            found[rank] = min(share, found.get(rank, share))
-    return found
 
 
 def history_blocks(found: History) -> Iterator[Block]:

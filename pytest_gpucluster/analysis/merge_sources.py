@@ -160,7 +160,7 @@ _OF_A_JOB = ("SLURM_", "TORCHELASTIC_", "GPUCLUSTER_", "NCCL_DEBUG_FILE")
 _COMPARED: tuple[tuple[str, Callable[[Source], Hashable]], ...] = (
     ("kinds of run", lambda s: f"a {KIND_NAMES[s.journal.run.kind]}"),
     ("SKUs", lambda s: s.journal.sku),
-    ("limits (SHA-256)", lambda s: s.journal.limits and tuple(digest for _, digest in s.journal.limits.files)),
+    ("limits (SHA-256)", lambda s: s.journal.limits and tuple(file.sha256 for file in s.journal.limits.files)),
     ("workloads", lambda s: _workload(s)),
     ("expectations (--gpucluster-expect)", lambda s: s.journal.run.option("expect") or "nothing"),
     ("hosts", lambda s: tuple(sorted({str(rank.get("host")) for rank in s.ranks})) or None),

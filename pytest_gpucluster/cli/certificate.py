@@ -32,7 +32,7 @@ _EXIT_CODES = {
 
 
 @cli.command(
-    cli.journal_argument(),
+    cli.JOURNAL,
     cli.option("--out FILE", "write the certificate here (default: standard output)"),
     cli.option("--by NAME", "author, for the certificate"),
     cli.option("--note TEXT", "a note, for the certificate"),

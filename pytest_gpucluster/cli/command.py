@@ -148,11 +148,10 @@ def one_of(*options: Argument, required: bool = False) -> Argument:
     return add
 
 
-def journal_argument(name: str = "journal", help: str = JOURNAL_HELP) -> Argument:
-    """Return the argument that names a run."""
-    return argument(name, help, type=Path)
-
-
+JOURNAL = argument("journal", JOURNAL_HELP, type=Path)
+JOURNALS = argument(
+    "paths", "a journal.jsonl, or a folder with journals below it", metavar="JOURNAL|DIR", type=Path, nargs="+"
+)
 JSON = option("--json FILE", "write the result as JSON; - for standard output")
 """For :func:`write_outputs`."""
 HTML = option("--html FILE", "write the result as a page; - for standard output")

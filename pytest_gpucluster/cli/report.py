@@ -23,7 +23,7 @@ _KINDS = {
 
 
 @cli.command(
-    cli.journal_argument(),
+    cli.JOURNAL,
     *(cli.option(f"--{kind} OUT", what) for kind, what in _KINDS.items()),
     cli.option("--text OUT", "text (default OUT: standard output)", nargs="?", const="-"),
     cli.option("--all DIR", f"all of them in a folder: {', '.join(FILES.values())}"),

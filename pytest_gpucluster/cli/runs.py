@@ -17,7 +17,7 @@ from pytest_gpucluster.analysis.history import history, history_blocks, history_
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.nccl_tests import PROGRAMS, Output, read_table
-from pytest_gpucluster.analysis.output import as_page, as_text
+from pytest_gpucluster.analysis.output import as_page, as_text, fields_of
 from pytest_gpucluster.analysis.run_view import RunView, without_samples
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import LaunchError, OutputError
@@ -37,8 +37,8 @@ _CODES = {True: cli.DONE, False: cli.NEGATIVE, None: cli.UNDECIDED}
 
 
 @cli.command(
-    cli.journal_argument("old", help="the baseline: a journal.jsonl, or the folder of a run"),
-    cli.journal_argument("new", help="the run to compare with it"),
+    cli.argument("old", "the baseline: a journal.jsonl, or the folder of a run", type=Path),
+    cli.argument("new", "the run to compare with it", type=Path),
     cli.option(
         "--fail PERCENT", "how much worse a value may be, in percent of the baseline", type=cli.percentage, default="3%"
     ),
@@ -104,13 +104,8 @@ def _view(path: Path) -> tuple[Path, RunView, Journal]:
 def _describe(path: Path, journal: Journal) -> dict[str, Any]:
     return {
         "journal": str(path),
-        "run_id": journal.run.run_id,
-        "started_at": journal.run.started_at,
-        "verdict": journal.verdict,
-        "kind": journal.run.kind,
-        "sku": journal.limits.sku if journal.limits is not None else None,
-        "world_size": journal.run.world_size,
-        "nnodes": journal.run.nnodes,
+        **fields_of(journal.run, "run_id", "started_at", "kind", "world_size", "nnodes"),
+        **fields_of(journal, "verdict", "sku"),
     }
 
 
@@ -126,7 +121,7 @@ def _head(described: list[dict[str, Any]], width: int) -> Iterator[str]:
 
 
 @cli.command(
-    cli.argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=cli.JOURNAL_HELP),
+    cli.argument("journals", cli.JOURNAL_HELP, metavar="JOURNAL", type=Path, nargs="+"),
     cli.option(
         "--out PATH",
         "the merged journal: a folder, for its journal.jsonl, or a file whose name ends in .jsonl; never replaced",
@@ -177,9 +172,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 @cli.command(
-    cli.argument(
-        "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
-    ),
+    cli.JOURNALS,
     cli.option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
     cli.option(
         "--behind PERCENT", "how much worse than the fleet's median an outlier is", type=cli.percentage, default="3%"
@@ -229,9 +222,7 @@ def _fleet(options: argparse.Namespace) -> int:
 
 
 @cli.command(
-    cli.argument(
-        "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
-    ),
+    cli.JOURNALS,
     cli.HTML,
     help="the runs of one cluster over time: GPUs that fail again and again",
     examples="""\
@@ -263,7 +254,7 @@ def _history(options: argparse.Namespace) -> int:
 
 
 @cli.command(
-    cli.journal_argument(),
+    cli.JOURNAL,
     cli.option("--output [COLLECTIVE=]FILE", "what nccl-tests has printed", action="append"),
     cli.option("--beyond PERCENT", "how much the two may differ", type=cli.percentage, default="5%"),
     cli.option("--partial", "sizes that only one of them has are reported, but do not end with 5"),

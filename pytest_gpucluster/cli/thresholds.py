@@ -101,7 +101,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 @cli.command(
-    cli.argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=cli.JOURNAL_HELP),
+    cli.argument("journals", cli.JOURNAL_HELP, metavar="JOURNAL", type=Path, nargs="+"),
     cli.option("--out FILE", "write the file here; - for standard output", required=True),
     cli.option("--spreads K", "spreads below the median", type=cli.number(0.001, 99.999, of=float), default=3.0),
     cli.option("--force", "replace an existing file"),

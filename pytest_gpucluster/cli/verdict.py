@@ -19,7 +19,7 @@ _PYTEST_CODES = range(2, 6)
 
 
 @cli.command(
-    cli.journal_argument(),
+    cli.JOURNAL,
     cli.option("--json FILE", "write verdict and first failure, in at most 4096 bytes", type=Path),
     cli.option(
         "--launcher-exit CODE",

@@ -92,8 +92,8 @@ class Journal:
         return None if self.limits is None else self.limits.gpu_name
 
     @property
-    def limit_files(self) -> tuple[tuple[str, str], ...]:
-        """Return (path, SHA-256) of each file of limits in force."""
+    def limit_files(self) -> tuple[records.LimitFile, ...]:
+        """Return the files of limits in force."""
         return () if self.limits is None else self.limits.files
 
     @property

@@ -128,13 +128,11 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
+class LimitFile:
+    """A file of limits, and the SHA-256 of its content; empty where it could not be read again."""
+
     path: str = ""
     sha256: str = ""
-
-
-def _convert_files(value: object) -> tuple[tuple[str, str], ...]:
-    return tuple((file.path, file.sha256) for file in converter(tuple[_File, ...])(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +143,8 @@ class LimitsInForce:
     """None: no SKU of the files matches this GPU, so nothing could be judged."""
     gpu_name: str | None = None
     """As NVML names it; None on cpu."""
-    files: Annotated[tuple[tuple[str, str], ...], _convert_files] = ()
-    """(path, SHA-256), later files overlaying earlier ones."""
+    files: tuple[LimitFile, ...] = ()
+    """Later ones overlay earlier ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,11 @@ def judge_value(
 def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], context: _Context) -> JudgedMetric:
     labels = dict(group[0][1].labels)
     known = facts(world_size=len(context.world), nnodes=len(context.nodes), labels=labels)
-    limit = _limit_for(metric, labels, context)
+    limit = None
+    if context.sku is not None:
+        limit = context.limits.limit(
+            metric.name, sku=context.sku, world_size=len(context.world), nnodes=len(context.nodes), labels=labels
+        )
     peak = _peak(metric, known, context)
     recorded = all(measured.record_only for _, measured in group) or (
         limit is not None and limit.record_only is not None
@@ -317,14 +321,6 @@ def _why_recorded(limit: Limit | None, of: Mapping[int, Measurement], context: _
     if noisy:
         reason += f"; inconclusive: {of[noisy[0]].inconclusive} on {_ranks(noisy, context.name)}"
     return reason
-
-
-def _limit_for(metric: Metric, labels: Mapping[str, str], context: _Context) -> Limit | None:
-    if context.sku is None:
-        return None
-    return context.limits.limit(
-        metric.name, sku=context.sku, world_size=len(context.world), nnodes=len(context.nodes), labels=labels
-    )
 
 
 def _peak(metric: Metric, known: Mapping[str, str], context: _Context) -> float | None:

@@ -145,8 +145,12 @@ def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float
     result = Series(samples=taken, median=stats.median(taken), low=low, high=high)
     # The same as is_settled(), without a second interval: collectives call this for every rank.
     settled = len(taken) >= MIN_SAMPLES and _is_narrow(low, high, result.median, sampling)
+    by: StoppedBy = "interval" if settled else "time"
+    is_early = spent_seconds < sampling.at_most_seconds and not settled
+    if is_early or _has_too_few(len(taken), spent_seconds, sampling):
+        by = "samples"
     stopped = Stopped(
-        by=_stopped_by(len(taken), spent_seconds, sampling, settled=settled),
+        by=by,
         samples=len(taken),
         # It is recorded with every value: no more digits than needed.
         seconds=float(f"{spent_seconds:.4g}"),
@@ -162,12 +166,6 @@ def series(samples: Iterable[float], sampling: Sampling, *, spent_seconds: float
         f"{how[stopped.by]}; {100 * sampling.tolerance_ratio:g} % is allowed"
     )
     return replace(result, inconclusive=why, stopped=stopped)
-
-
-def _stopped_by(count: int, spent_seconds: float, sampling: Sampling, *, settled: bool) -> StoppedBy:
-    if _has_too_few(count, spent_seconds, sampling) or (spent_seconds < sampling.at_most_seconds and not settled):
-        return "samples"
-    return "interval" if settled else "time"
 
 
 def _has_too_few(count: int, spent_seconds: float, sampling: Sampling) -> bool:

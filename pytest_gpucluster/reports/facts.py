@@ -81,7 +81,7 @@ def limits_text(journal: Journal) -> str:
     limits = journal.limits
     if limits is None:
         return ""
-    files = [path for path, _ in limits.files]
+    files = [file.path for file in limits.files]
     source = f"from {files[0]}" if files else "from no file"
     over = f", overlaid by {' and '.join(files[1:])}" if len(files) > 1 else ""
     if limits.sku is None:

@@ -456,10 +456,8 @@ _RESULTS = _object(
             "The files of limits, later ones overlaying earlier ones.",
             _object(
                 "A file.",
-                path=_text("Its path.", lambda file, _: file[0]),
-                sha256=_text(
-                    "The SHA-256 of its content; empty if it could not be read again.", lambda file, _: file[1]
-                ),
+                path=_text("Its path."),
+                sha256=_text("The SHA-256 of its content; empty if it could not be read again."),
             ),
         ),
     ),

@@ -7,7 +7,16 @@ from each import of_each
 from example_runs import NAMES, journal_of
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import Cluster, CollectedTest, LimitsInForce, RankPlace, Run, Started, TestResult
+from pytest_gpucluster.journal.records import (
+    Cluster,
+    CollectedTest,
+    LimitFile,
+    LimitsInForce,
+    RankPlace,
+    Run,
+    Started,
+    TestResult,
+)
 from pytest_gpucluster.reports.facts import cluster_text, limits_text
 from pytest_gpucluster.reports.terminal import render
 from pytest_gpucluster.text import columns
@@ -124,7 +133,7 @@ def test_the_limits_in_force_are_shown_with_their_files():
         return limits_text(Journal(run=Run(run_id="", started_at=""), limits=limits))
 
     assert text(None) == ""
-    both = (("thresholds.yaml", ""), ("my.yaml", ""))
+    both = (LimitFile(path="thresholds.yaml"), LimitFile(path="my.yaml"))
     assert text(LimitsInForce(sku="H100 SXM", files=both)).startswith("H100 SXM, from thresholds.yaml, ")
     unknown = text(LimitsInForce(gpu_name="NVIDIA X", files=both[:1]))
     assert unknown.startswith("none: ")

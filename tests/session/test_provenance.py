@@ -17,7 +17,8 @@ def test_the_files_of_the_limits_are_on_record_with_their_digests(tmp_path):
     limits = builder.journal().limits
     assert limits.sku == "H100"
     assert limits.gpu_name == "NVIDIA H100 80GB HBM3"
-    assert limits.files == ((str(shipped), hashlib.sha256(b"x: 1\n").hexdigest()), (str(overlay), ""))
+    files = [(file.path, file.sha256) for file in limits.files]
+    assert files == [(str(shipped), hashlib.sha256(b"x: 1\n").hexdigest()), (str(overlay), "")]
 
 
 def test_only_variables_that_change_what_is_measured_are_on_record():

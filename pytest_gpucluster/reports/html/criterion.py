@@ -269,10 +269,9 @@ _SECTIONS = 8
 _SECTION_CHARACTERS = 4096
 
 
-def headline_values(judged: JudgedMetric, journal: Journal, *, outcome: str = "passed") -> dict[str, Any]:
-    """Return a measurement and its limit for a row; without a bar if the test failed for another reason."""
-    explains = outcome == "passed" or judged.status in ("failed", "error")
-    rank = judged.worst_rank
+def _headline(row: Row, judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
+    """Return a test's measurement and its limit; without a bar if the test failed for another reason."""
+    explains, rank = row.outcome == "passed" or judged.status in ("failed", "error"), judged.worst_rank
     return {
         "metric": word(tables.metric_name(judged)),
         "value": tables.value_text(judged),
@@ -297,7 +296,7 @@ def row_values(row: Row, number: int, journal: Journal) -> dict[str, Any]:
         "name": word(row.name),
         "criterion": word(row.criterion or ""),
         "why": line(why),
-        "headline": None if row.headline is None else headline_values(row.headline, journal, outcome=row.outcome),
+        "headline": None if row.headline is None else _headline(row, row.headline, journal),
         "seconds": "" if result is None else duration_text(result.duration_seconds),
         "seconds_key": -1.0 if result is None else result.duration_seconds,
         "attempts": 1 if result is None else result.attempts,

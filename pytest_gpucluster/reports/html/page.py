@@ -112,7 +112,7 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         same=same,
         ranks=ranks,
         limits=_limits_table(journal),
-        limit_files=_pairs((path, f"SHA-256 {digest or 'unknown'}") for path, digest in journal.limit_files),
+        limit_files=_pairs((file.path, f"SHA-256 {file.sha256 or 'unknown'}") for file in journal.limit_files),
         properties=_pairs(dict.fromkeys((*run_properties(journal).items(), *journal.properties))),
         variables=html_table("Environment variables", ("Variable", "Value"), tuple(environment.variables.items()))
         if environment is not None
