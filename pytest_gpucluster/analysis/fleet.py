@@ -271,10 +271,7 @@ class Fleet:
         runs = [node.journal for node in self.nodes]
         for what, values in (
             ("SKUs", {journal.sku or "unknown" for journal in runs}),
-            (
-                "limits",
-                {"+".join(file.sha256[:12] for file in journal.limit_files) or "not recorded" for journal in runs},
-            ),
+            ("limits", {"+".join(file.sha256[:12] for file in run.limit_files) or "not recorded" for run in runs}),
             ("numbers of ranks", {str(journal.run.world_size) for journal in runs}),
             ("profiles", {journal.profile or "not recorded" for journal in runs}),
         ):

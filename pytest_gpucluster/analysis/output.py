@@ -50,9 +50,9 @@ def as_text(blocks: Iterable[Block], width: int) -> str:
     lines: list[str] = []
     for block in blocks:
         if isinstance(block, Rows):
-            lines += [] if block.on_page_only else table(block.heads, block.rows, width)
+            lines += [] if block.on_page_only else _table_lines(block, width)
         elif not isinstance(block, Svg):
-            lines += wrapped(block.strip(), width, len(block) - len(block.lstrip())) if block else [""]
+            lines += _wrapped(block.strip(), width, len(block) - len(block.lstrip())) if block else [""]
     return "".join(f"{each}\n" for each in lines)
 
 
@@ -81,30 +81,20 @@ def _table(block: Rows) -> Any:
     return html_table(block.caption, (*heads, "Details"), rows, numbers=numbers)
 
 
-def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
     """Return a text of at most 400 characters as lines no wider than ``width``, but at least 20."""
     space = " " * indent
     return paragraph(one_line(text, _LONGEST), max(width, 20), first=space, rest=f"{space}  ")
 
 
-def table(heads: Sequence[Column], rows: Iterable[tuple[Sequence[str], Sequence[str]]], width: int) -> Iterator[str]:
-    """Yield a table with a header; a table that is wider than ``width`` becomes paragraphs.
-
-    Args:
-        heads: of the columns.
-        rows: cells, and texts to put below them.
-        width: columns of the terminal.
-    """
-    rows = list(rows)
-    titles = [head.title for head in heads]
-    wide = widths([titles, *(cells for cells, _ in rows)])
+def _table_lines(block: Rows, width: int) -> Iterator[str]:
+    """Yield a table with a header; a table that is wider than ``width`` becomes paragraphs."""
+    titles = [head.title for head in block.heads]
+    wide = widths([titles, *(cells for cells, _ in block.rows)])
     fits = total(wide) <= width
-    if fits and rows:
-        yield line_of(titles, heads, wide)
-    for cells, details in rows:
-        if fits:
-            yield line_of(cells, heads, wide)
-        else:
-            yield from wrapped(" ".join(filter(None, cells)), width)
+    if fits and block.rows:
+        yield line_of(titles, block.heads, wide)
+    for cells, details in block.rows:
+        yield from [line_of(cells, block.heads, wide)] if fits else _wrapped(" ".join(filter(None, cells)), width)
         for text in details:
-            yield from wrapped(text, width, _INDENT)
+            yield from _wrapped(text, width, _INDENT)
