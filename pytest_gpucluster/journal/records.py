@@ -231,18 +231,12 @@ def _convert_spent(value: object) -> Mapping[str, PartOfTime]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestResult:
+class TestResult(CollectedTest):
     """A finished test, merged over all ranks."""
 
     __test__ = False  # pytest must not take it for a test class
 
-    nodeid: str
     outcome: Annotated[str, OUTCOMES]
-    classname: str = ""
-    name: str = ""
-    file: str = ""
-    line: int | None = None
-    criterion: str | None = None
     phase: str = "call"
     message: str = ""
     text: str = ""

@@ -146,7 +146,7 @@ def _cases(journal: Journal, options: JUnitOptions) -> list[ET.Element]:
 
 
 def _case(
-    address: tuple[str, str], test: CollectedTest | TestResult | None = None, options: JUnitOptions | None = None
+    address: tuple[str, str], test: CollectedTest | None = None, options: JUnitOptions | None = None
 ) -> ET.Element:
     case = ET.Element("testcase", name=visible(address[1]), classname=visible(address[0]), time="0.000")
     if test is not None and options is not None and options.family != "xunit2":
@@ -214,7 +214,7 @@ def _fill(case: ET.Element, result: TestResult, journal: Journal, options: JUnit
             case.append(_element(tag, text))
 
 
-def _address(test: CollectedTest | TestResult, options: JUnitOptions) -> tuple[str, str]:
+def _address(test: CollectedTest, options: JUnitOptions) -> tuple[str, str]:
     """Return class name and name of a test, by its node id if it has no description."""
     if not test.name:
         test = CollectedTest.of(test.nodeid, ("", None, ""))
