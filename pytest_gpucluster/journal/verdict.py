@@ -219,7 +219,7 @@ _kept: dict[int, int] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitNote:
+class ExitNote(Verdict):
     """The end of one rank.
 
     Attributes:
@@ -234,9 +234,6 @@ class ExitNote:
     rank: int
     local_world_size: int
     launcher: int
-    word: str
-    exit: int
-    reason: str
     kind: str
     host: str = ""
     directory: str = ""
