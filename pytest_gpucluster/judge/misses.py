@@ -188,18 +188,19 @@ _VOLUMES = ("_bytes", ".active", ".rate")
 _COUNTERS = 3
 
 
-def explanation(telemetry: Mapping[str, Any]) -> str:
-    """Return what may explain a low value, the likeliest cause first; nothing where the GPU was in order.
+def explanation(telemetry: Mapping[str, Any], *, of_rate: bool = True) -> str:
+    """Return what may explain a missed limit, the likeliest cause first; nothing where the GPU was in order.
 
     Args:
         telemetry: as ``node.health.telemetry.summary`` returns it, with ``counters``, those that have changed and by
             how much, and ``transport``, why a slower transport was chosen (``node.fabric.nccl_log``).
+        of_rate: whether a rate was measured: a low clock makes no result wrong.
     """
     parts = [
         *_transport(telemetry),
         *_slowdowns(telemetry),
         *_heat(telemetry),
-        *_clock(telemetry),
+        *(_clock(telemetry) if of_rate else ()),
         *_counters(telemetry),
         *_notes(telemetry),
     ]
@@ -350,7 +351,9 @@ def misses(
         ranks = sorted(found, key=found.__getitem__)
         reported.update({rank: text[rank] for rank in ranks})
         if ranks:
-            why = {rank: explanation(_telemetry(of[rank], telemetry.get(rank, NOTHING))) for rank in ranks}
+            of_rate = metric.better == "higher"
+            seen = {rank: _telemetry(of[rank], telemetry.get(rank, NOTHING)) for rank in ranks}
+            why = {rank: explanation(seen[rank], of_rate=of_rate) for rank in ranks}
             by_rank = {rank: f"{text[rank]}: {why[rank]}" if why[rank] else text[rank] for rank in ranks}
             worst = ranks[0]
             yield Miss(text=text[worst], why=why[worst], by_rank=by_rank, worst=worst, inconclusive=inconclusive)

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gpucluster.judge.limits import Limit
 from pytest_gpucluster.judge.misses import (
     HOT_CELSIUS,
     LEAST_SHARE,
@@ -11,8 +12,10 @@ from pytest_gpucluster.judge.misses import (
     NOTES,
     SLOWDOWNS,
     explanation,
+    misses,
     most_throttled,
 )
+from pytest_gpucluster.metrics.measurement import METRICS, measurement
 from pytest_gpucluster.node.health.checks import BAD_REASONS
 from pytest_gpucluster.node.nvml_queries import THROTTLE_REASONS
 
@@ -73,6 +76,21 @@ EXPLAINED = {
 def test_what_the_gpu_did_explains():
     assert {explanation(telemetry): telemetry for telemetry in EXPLAINED.values()} == EXPLAINED
     assert [explanation(telemetry) for telemetry in SILENT] == [""] * len(SILENT)
+
+
+def test_a_low_clock_explains_a_rate_and_no_error():
+    idle = seen(sm_clock_mhz=[300, 345, 1980])
+    explained = {}
+    for name, value, limit in (
+        ("matmul.bf16.tflops", 500.0, {"min": 600.0}),
+        ("ddp.gradient_error", 0.1, {"max": 0.01}),
+    ):
+        metric = METRICS[name]
+        of = {0: measurement(name, value, unit=metric.unit)}
+        demanded = Limit(metric=name, unit=metric.unit, sku="H100 SXM", source="a rule", **limit)
+        [miss] = misses(metric, demanded, of, ratios={}, transport=None, telemetry={0: idle})
+        explained[name] = miss.why
+    assert explained == {"matmul.bf16.tflops": "SM clock 345 of 1980 MHz", "ddp.gradient_error": ""}
 
 
 def test_the_health_criterion_and_this_take_the_same_reasons_for_bad():
