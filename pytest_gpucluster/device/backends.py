@@ -6,7 +6,7 @@ Which one a device has stands in ``BACKENDS``: there another one takes a place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -118,29 +118,9 @@ class Cuda(Accelerator):
 class Cpu(Accelerator):
     """The host's processors: a call has done its work when it returns."""
 
-    asynchronous = False
-    capability = None
-
     def clock(self) -> Clock:
         """Make one of host time."""
         return WallClock()
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def side_stream(self) -> torch.Stream | None:
-        """There is none."""
-        return None
-
-    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Change nothing."""
-        return nullcontext()
-
-    def fork(self, side: torch.Stream | None) -> None:
-        """Return at once."""
-
-    def join(self, side: torch.Stream | None) -> None:
-        """Return at once."""
 
     def rows(self, mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """Let the first rank gather them, and send all: gloo's all_gather is a ring of N x N messages."""
@@ -156,29 +136,6 @@ class Cpu(Accelerator):
     def total_bytes(self) -> int | None:
         """Read it from the kernel."""
         return _host_bytes("MemTotal:")
-
-    def cache_bytes(self) -> int:
-        """Return 0: a rehearsal measures no memory."""
-        return 0
-
-    def reserved_bytes(self) -> int:
-        """Return 0."""
-        return 0
-
-    def reset_peak(self) -> int:
-        """Return 0: torch counts nothing here."""
-        return 0
-
-    def peak_bytes(self) -> int | None:
-        """Return None: torch counts nothing here."""
-        return None
-
-    def pinned(self, buffer: torch.Tensor) -> AbstractContextManager[None]:
-        """Change nothing: both sides are host memory."""
-        return nullcontext()
-
-    def make_current(self) -> None:
-        """Return at once."""
 
     @property
     def kind(self) -> str:

@@ -40,9 +40,11 @@ class Clock(Protocol):
 
     def real(self, count: int) -> int:
         """Return how many of ``count`` equal operations to really start: all, but on a simulated device few."""
+        return count
 
     def scaled(self, ratio: float) -> AbstractContextManager[None]:
         """Let the regions inside count this many times: planned operations for each one that is really started."""
+        return nullcontext()
 
 
 SHORT_REGION_SECONDS = 1e-3
@@ -59,19 +61,7 @@ RESOLUTION_SECONDS = 0.5e-6
 """About the resolution of CUDA events. Source: CUDA Runtime API, event management, cudaEventElapsedTime."""
 
 
-class _RealClock:
-    """What clocks of real devices have in common: each operation is started."""
-
-    def real(self, count: int) -> int:
-        """Return all of them."""
-        return count
-
-    def scaled(self, ratio: float) -> AbstractContextManager[None]:
-        """Change nothing."""
-        return nullcontext()
-
-
-class EventClock(_RealClock):
+class EventClock(Clock):
     """Device time between pairs of CUDA events on the current stream, to about ``RESOLUTION_SECONDS``.
 
     Source: CUDA Runtime API, event management, cudaEventElapsedTime.
@@ -116,7 +106,7 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-class WallClock(_RealClock):
+class WallClock(Clock):
     """Host time, for devices that have completed the work when the call returns.
 
     Args:

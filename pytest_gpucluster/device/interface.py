@@ -2,7 +2,8 @@
 
 Each rank has one back end. Tensors are always torch's, and lie on ``place``; what takes time on them goes through the
 methods of :class:`Accelerator`, so that a back end may also time work that it only describes. Methods that are called
-inside a timed region are a single call into torch.
+inside a timed region are a single call into torch. What a back end does not define is as on the host's processors,
+where a call has done its work when it returns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Accelerator(ABC):
         asynchronous: work that is started runs by itself, in streams, and copies need pinned host memory.
     """
 
-    asynchronous: ClassVar[bool]
+    asynchronous: ClassVar[bool] = False
     numa_maps = Path("/proc/self/numa_maps")
 
     def __init__(self, place: torch.device) -> None:
@@ -45,24 +46,21 @@ class Accelerator(ABC):
     def clock(self) -> Clock:
         """Make a stop watch for the work on this device."""
 
-    @abstractmethod
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027
         """Wait until the device has done all work that was started so far."""
 
-    @abstractmethod
     def side_stream(self) -> torch.Stream | None:
         """Make a second stream; None where each call does its work before it returns."""
+        return None
 
-    @abstractmethod
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Start work in a stream; None is the current one."""
+        return nullcontext()
 
-    @abstractmethod
-    def fork(self, side: torch.Stream | None) -> None:
+    def fork(self, side: torch.Stream | None) -> None:  # noqa: B027
         """Let a side stream wait for what the current stream has to do."""
 
-    @abstractmethod
-    def join(self, side: torch.Stream | None) -> None:
+    def join(self, side: torch.Stream | None) -> None:  # noqa: B027
         """Let the current stream wait for what a side stream has to do."""
 
     def now(self) -> float:
@@ -179,39 +177,38 @@ class Accelerator(ABC):
     def total_bytes(self) -> int | None:
         """Return how much memory there is, used or not; None if that is unknown."""
 
-    @abstractmethod
     def cache_bytes(self) -> int:
-        """Return the size of the last cache; 0 where it does not matter."""
+        """Return the size of the last cache; 0 where it does not matter, as in a rehearsal."""
+        return 0
 
-    @abstractmethod
     def reserved_bytes(self) -> int:
         """Return the bytes that this process's allocator has reserved; 0 where there is none."""
+        return 0
 
-    @abstractmethod
     def reset_peak(self) -> int:
         """Count the peak of memory anew; return the bytes in use now, 0 where they are not counted."""
+        return 0
 
-    @abstractmethod
     def peak_bytes(self) -> int | None:
         """Return the most bytes in use since :meth:`reset_peak`; None where they are not counted."""
+        return None
 
-    @abstractmethod
     def pinned(self, buffer: torch.Tensor) -> AbstractContextManager[None]:
         """Pin host memory where it is, for copies; at the end wait for the device, also after an error.
 
         Raises: EnvironmentBroken if it cannot be pinned.
         """
+        return nullcontext()
 
     # ---- identity
 
-    @abstractmethod
-    def make_current(self) -> None:
+    def make_current(self) -> None:  # noqa: B027
         """Let what names no number, as "cuda", mean this device on this rank."""
 
     @property
-    @abstractmethod
     def capability(self) -> Capability | None:
         """CUDA's compute capability; None for what has none."""
+        return None
 
     @property
     @abstractmethod

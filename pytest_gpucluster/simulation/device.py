@@ -483,7 +483,7 @@ class Simulated(Cpu):
     # ---- identity
 
     @property
-    def capability(self) -> Capability | None:  # type: ignore[override]  # on a CPU it is None for all
+    def capability(self) -> Capability | None:
         """As it is described."""
         major, minor = self._world.cluster.gpu.capability.split(".")
         return int(major), int(minor)
