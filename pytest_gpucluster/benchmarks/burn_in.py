@@ -22,8 +22,7 @@ from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
 from pytest_gpucluster.benchmarks.matmul import KEPT, Products, prepare_shape, square_shape
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
-from pytest_gpucluster.device.products import Multiply, numerics
+from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
@@ -228,12 +227,8 @@ def burn_in(
     n: int,
     dtype: str,
     interval_seconds: float,
-    seed: int = 0,
     during: AbstractContextManager[object] = NO_CONTEXT,
     progress: Progress | None = None,
-    clock: Clock | None = None,
-    multiply: Multiply | None = None,
-    now: Callable[[], float] | None = None,
 ) -> None:
     """Multiply random n x n matrices without a pause for ``series.seconds``, and verify every product.
 
@@ -246,14 +241,11 @@ def burn_in(
     Args:
         device: to burn in.
         series: to which the points are added.
-        n, dtype, seed: rows and columns of the matrices; the others as in ``matmul.measure_matmul``.
+        n, dtype: rows and columns of the matrices; the dtype as in ``matmul.measure_matmul``.
         interval_seconds: about how long the products of one point take.
         during: entered during the burn-in.
         progress: called about once a second, in a burn-in of ``PROGRESS_SECONDS`` or more, with the seconds so far,
             those requested, and the figure ``tflops``.
-        clock: takes the time of the products; by default the device's own.
-        multiply: ``multiply(a, b, out)``; by default the device's own.
-        now: the clock of ``series.seconds``, which only moves forward; by default the device's.
 
     Raises:
         WrongResult: a product is wrong; names it, its first wrong element, and the time.
@@ -266,12 +258,11 @@ def burn_in(
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
     buffers = prepare_shape(device, square_shape(n, dtype), dtype=dtype, instead=instead)
     name = f"{device}: burn-in {dtype} n={n}"
-    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled, of=buffers.shape.sizes)
     try:
         with numerics(buffers.kind.float32_precision):
-            products = Products(device, buffers, name=name, seed=seed, multiply=by)
-            bursts = Bursts(products, clock or clock_for(device))
-            _burn(products, bursts, series, interval_seconds, during, progress, now or accelerator(device).now)
+            products = Products(device, buffers, name=name, seed=0)
+            bursts = Bursts(products, clock_for(device))
+            _burn(products, bursts, series, interval_seconds, during, progress, accelerator(device).now)
     except WrongResult as error:
         raise WrongResult(f"{error}; {series.progress_text}") from error
     except KeyboardInterrupt:

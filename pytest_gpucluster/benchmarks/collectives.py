@@ -38,7 +38,7 @@ from pytest_gpucluster.benchmarks.collective_payload import (
 )
 from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
-from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.clock import RESOLUTION_SECONDS, Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series
@@ -205,9 +205,6 @@ def measure_collective(
     dtype: str = "fp32",
     sampling: Sampling,
     during: AbstractContextManager[object] | None = None,
-    clock: Clock | None = None,
-    call: Call | None = None,
-    now: Callable[[], float] | None = None,
 ) -> CollectiveResult:
     """Measure one collective of all ranks of a group, in seconds a call.
 
@@ -236,9 +233,6 @@ def measure_collective(
         sampling: how long to warm up and to measure, and the required confidence. A result that does not reach it in
             time is returned as inconclusive.
         during: entered for the time of the windows that count, without warm-up and verification.
-        clock: takes the time; by default the device's own.
-        call: ``call(sent, received, group)``, by default the one in ``CALLS``.
-        now: the time by which the first rank plans, in seconds; by default the device's.
 
     Raises:
         WrongResult: an element on this rank is wrong; names the rank, the count, the first element, and its source
@@ -262,14 +256,14 @@ def measure_collective(
     )
     by = accelerator(device)
     payload = Payload(group, device, payload_bytes, dtype, collective, by=by)
-    run = partial(call or CALLS[collective], payload.sent, payload.received, group)
+    run = partial(CALLS[collective], payload.sent, payload.received, group)
     measurement = _Measurement(
         ranks,
         payload,
-        clock or clock_for(device),
+        by.clock(),
         lambda: by.communicate(run, collective, payload.payload_bytes, group, sent=payload.summed),
     )
-    return measurement.measure(sampling, during or nullcontext(), now or by.now)
+    return measurement.measure(sampling, during or nullcontext(), by.now)
 
 
 class _Measurement:

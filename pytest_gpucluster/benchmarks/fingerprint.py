@@ -137,17 +137,13 @@ class Fingerprint:
 
 
 @releases_memory()
-def take_fingerprint(
-    device: torch.device, *, n: int, repeats: int, seed: int = 0, stages: Mapping[str, Stage] | None = None
-) -> Fingerprint:
-    """Compute each stage ``repeats`` times, and return the digests.
+def take_fingerprint(device: torch.device, *, n: int, repeats: int) -> Fingerprint:
+    """Compute each of :func:`stages_of` the device ``repeats`` times, and return the digests.
 
     Args:
         device: where to compute.
         n: rows and columns of the matrices, a multiple of 64. On a GPU large enough to load every multiprocessor.
         repeats: at least 1. Each but the first is compared with the first, bit by bit, on the device.
-        seed: of the numbers.
-        stages: what to compute; by default ``stages_of`` the device.
 
     Raises:
         EnvironmentBroken: too little memory is free, or the environment keeps cuBLAS or torch from reproducible
@@ -159,11 +155,11 @@ def take_fingerprint(
     require_switches(device, arithmetic("fp32"))
     instead = "choose smaller matrices, such as --gpucluster-workload determinism.n=1024"
     require_free(device, _MATRICES * 4 * n * n, f"the fingerprint of n={n}", instead=instead)
-    n, drawn = accelerator(device).kept(n, KEPT), torch.Generator().manual_seed(seed)
+    n, drawn = accelerator(device).kept(n, KEPT), torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, n, generator=drawn).to(device) for _ in range(2))
     digests, changed = {}, {}
     with counted(MEASURING), deterministic(), torch.no_grad():
-        for name, stage in (stages_of(device) if stages is None else stages).items():
+        for name, stage in stages_of(device).items():
             first = stage(a, b).contiguous()
             digests[name] = f"{fingerprint([first.cpu()]):016x}"
             comparison = Comparison(first)
@@ -298,15 +294,7 @@ _POLL_SECONDS = 0.1
 
 
 def exchange(
-    folder: Path,
-    own: Fingerprint,
-    *,
-    index: int,
-    count: int,
-    name: str,
-    wait_seconds: float,
-    now: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    folder: Path, own: Fingerprint, *, index: int, count: int, name: str, wait_seconds: float
 ) -> tuple[list[Fingerprint], dict[int, str]]:
     """Write this process's fingerprint, and return those of all and each one's name, by number.
 
@@ -319,8 +307,6 @@ def exchange(
         count: number of processes.
         name: of this process in messages.
         wait_seconds: how long to wait for the others.
-        now: a monotonic clock, in seconds.
-        sleep: waits for this number of seconds.
 
     Raises: EnvironmentBroken if a fingerprint is missing: then the agreement is unknown.
     """
@@ -329,14 +315,14 @@ def exchange(
     mine.write_text(json.dumps({"name": name, "fingerprint": codec.to_json(own)}), encoding="utf-8")
     paths = [folder / f"fingerprint-{number}.json" for number in range(count)]
     os.replace(mine, paths[index])  # whole or not at all
-    until = now() + wait_seconds
+    until = time.monotonic() + wait_seconds
     while missing := [number for number, path in enumerate(paths) if not path.exists()]:
-        if now() >= until:
+        if time.monotonic() >= until:
             raise EnvironmentBroken(
                 f"{name}: no fingerprint to compare with came from worker {', '.join(map(str, missing))} within"
                 f" {wait_seconds:g} s: look for its error; without it the agreement of the GPUs is unknown"
             )
-        sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     fingerprints = [codec.read(Fingerprint, one["fingerprint"], str(folder)) for one in contents]
     return fingerprints, {number: str(one["name"]) for number, one in enumerate(contents)}

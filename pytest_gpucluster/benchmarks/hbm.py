@@ -10,9 +10,7 @@ import torch
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import KEPT_WORDS, KINDS, WORD_BYTES
-from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
-from pytest_gpucluster.device.interface import Accelerator
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
@@ -53,9 +51,6 @@ def measure_hbm(
     payload_bytes: int,
     sampling: Sampling,
     during: AbstractContextManager[object] = NO_CONTEXT,
-    clock: Clock | None = None,
-    operations: Accelerator | None = None,
-    cache: int | None = None,
 ) -> HbmResult:
     """Measure passes over buffers of ``payload_bytes``, in bytes a second.
 
@@ -73,9 +68,6 @@ def measure_hbm(
         payload_bytes: of one buffer, a multiple of 8. A copy needs two.
         sampling: how long to warm up and to measure, and the required confidence.
         during: entered while samples are taken.
-        clock: takes the time; by default the device's own.
-        operations: the copy, read and write; by default the device's own.
-        cache: bytes of the device's last cache; by default as the device reports them.
 
     Returns: the result; its series may be inconclusive, and states it.
 
@@ -90,7 +82,8 @@ def measure_hbm(
     """
     require_one_of("kind", kind, KINDS)
     make, words = KINDS[kind], payload_bytes // WORD_BYTES
-    sets = sets_beyond_cache(make.touched_bytes(words), accelerator(device).cache_bytes() if cache is None else cache)
+    by, bytes_per_pass = accelerator(device), make.touched_bytes(words)
+    sets = sets_beyond_cache(bytes_per_pass, by.cache_bytes())
     what = f"memory {kind} of {show_bytes(payload_bytes)}"
     require_free(
         device,
@@ -98,10 +91,8 @@ def measure_hbm(
         what,
         instead="choose smaller buffers, such as --gpucluster-workload hbm.sizes=8GiB",
     )
-    name, by = f"{device}: {what}", operations or accelerator(device)
-    passes = make(device, by.kept(words, KEPT_WORDS), sets, by, name=name)
-    rate = measure_rate(passes, clock or clock_for(device), sampling=sampling, during=during)
-    bytes_per_pass = make.touched_bytes(words)
+    passes = make(device, by.kept(words, KEPT_WORDS), sets, by, name=f"{device}: {what}")
+    rate = measure_rate(passes, by.clock(), sampling=sampling, during=during)
     return HbmResult(
         bytes_per_second=rate.per_second.scaled(bytes_per_pass),
         kind=kind,

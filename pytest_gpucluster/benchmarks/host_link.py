@@ -30,8 +30,7 @@ from pytest_gpucluster.benchmarks.host_link_copies import (
     words_on_host,
 )
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
-from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling, Series
@@ -186,14 +185,12 @@ def measure_host_link(
     sampling: Sampling,
     cpus: frozenset[int] | None = None,
     during: AbstractContextManager[object] = NO_CONTEXT,
-    clock: Clock | None = None,
-    by: Accelerator | None = None,
-    turn: Turn | None = None,
 ) -> HostLinkResult:
     """Measure copies from pinned host memory to the device, back, or both ways at once, in bytes a second.
 
     Counted are the bytes of one direction. With both at once it is those of each direction over the time until both
-    have ended, so a slower direction is not hidden by a faster one.
+    have ended, so a slower direction is not hidden by a faster one. One process of a node copies at a time, by a lock
+    that all of them know. While one compares, the next one copies.
 
     Args:
         device: which GPU. On cpu both sides are host memory, and the two directions take turns.
@@ -204,10 +201,6 @@ def measure_host_link(
             copies, and does not count.
         cpus: near the device: host memory is placed on their NUMA node.
         during: entered while samples are taken.
-        clock: takes the time; by default the device's own.
-        by: makes the copies; by default the device's own back end.
-        turn: lets one process of a node copy at a time; by default a lock that all of them know. While one compares,
-            the next one copies.
 
     Returns: the result; its series may be inconclusive, and states it.
 
@@ -223,12 +216,12 @@ def measure_host_link(
     directions = directions_of(way)
     words = check_sizes(device, directions, payload_bytes, copies)
     name = f"{device}: host link {way}, {show_bytes(payload_bytes)}"
-    clock, by = clock or clock_for(device), by or accelerator(device)
+    by = accelerator(device)
     words = by.kept(words, KEPT_WORDS)
     host_words = words_on_host(words, copies, directions)
-    with turn or Turn() as mine, host_memory(device, host_words, cpus=cpus) as host:
-        work = HostCopies(by, host.words, words, copies, directions, name=name, turn=mine)
-        rate = measure_rate(work, work.timed(clock), sampling=sampling, during=during)
+    with Turn() as turn, host_memory(device, host_words, cpus=cpus) as host:
+        work = HostCopies(by, host.words, words, copies, directions, name=name, turn=turn)
+        rate = measure_rate(work, work.timed(by.clock()), sampling=sampling, during=during)
     return HostLinkResult(
         bytes_per_second=rate.per_second.scaled(payload_bytes),
         directions=directions,

@@ -15,9 +15,8 @@ from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, check_sizes, host_memory
 from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, KEPT_WORDS, HostCopies, words_on_host
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
-from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.clock import Clock
-from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
@@ -70,8 +69,6 @@ def measure_host_links_concurrently(
     sampling: Sampling,
     cpus: frozenset[int] | None = None,
     during: AbstractContextManager[object] | None = None,
-    clock: Clock | None = None,
-    by: Accelerator | None = None,
 ) -> HostLinkResult:
     """Measure copies in one direction on all ranks of a group at once, in bytes a second of this rank.
 
@@ -91,8 +88,6 @@ def measure_host_links_concurrently(
         sampling: how long to warm up and to measure, and the required confidence.
         cpus: near this rank's device: host memory is placed on their NUMA node.
         during: entered while samples are taken.
-        clock: takes the time; by default the device's own.
-        by: makes the copies; by default the device's own back end.
 
     Returns: the result; its series is inconclusive on all ranks where the slowest rank's is.
 
@@ -103,7 +98,7 @@ def measure_host_links_concurrently(
         ValueError: there is no such direction.
     """
     require_one_of("direction", direction, DIRECTIONS)
-    ranks, by = Ranks(group, device), by or accelerator(device)
+    ranks, by = Ranks(group, device), accelerator(device)
     name = f"{device}: host link {direction} together, {show_bytes(payload_bytes)}"
     with ExitStack() as stack:
         host, failure = None, None
@@ -117,7 +112,7 @@ def measure_host_links_concurrently(
         ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", sampling)
         assert host is not None  # or the failure has been raised
         work = HostCopies(by, host.words, words, copies, (direction,), name=name)
-        copying = _ConcurrentCopies(ranks, clock or clock_for(device), sampling, work, by.now)
+        copying = _ConcurrentCopies(ranks, by.clock(), sampling, work, by.now)
         try:
             rates = copying.rates(payload_bytes, during or nullcontext())
         except InconclusiveMeasurement:

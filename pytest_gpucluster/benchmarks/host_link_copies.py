@@ -14,7 +14,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -46,15 +46,8 @@ class Turn:
     Source: flock(2): a lock belongs to the opened file, and ends with it.
     """
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        *,
-        wait_seconds: float = WAIT_SECONDS,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._path, self._wait_seconds, self._now, self._sleep = path or shared_path(), wait_seconds, now, sleep
+    def __init__(self) -> None:
+        self._path = shared_path()
         self._file: int | None = None
 
     def __enter__(self) -> Turn:
@@ -84,18 +77,18 @@ class Turn:
         Raises: EnvironmentBroken if the others do not release the lock in time.
         """
         assert self._file is not None
-        until = self._now() + self._wait_seconds
+        until = time.monotonic() + WAIT_SECONDS
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if self._now() >= until:
+                if time.monotonic() >= until:
                     raise EnvironmentBroken(
-                        f"no turn to measure a host link alone within {self._wait_seconds:g} s: another process holds "
+                        f"no turn to measure a host link alone within {WAIT_SECONDS:g} s: another process holds "
                         f"{self._path} (`lslocks`); is one of the ranks hanging, or another run on this node?"
                     ) from None
-                self._sleep(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
         """Release the lock. Without a turn nothing happens."""

@@ -22,8 +22,7 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.memory_passes import KEPT_WORDS, WORD_BYTES
 from pytest_gpucluster.benchmarks.verify import Pattern, PatternWriter
-from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
@@ -136,8 +135,6 @@ def sweep(
     round_seconds: float,
     longest_seconds: float = math.inf,
     progress: Progress | None = None,
-    clock: Clock | None = None,
-    now: Callable[[], float] | None = None,
 ) -> Sweep:
     """Measure the pairs of each round at the same time, round after round, in bytes a second for each direction.
 
@@ -164,8 +161,6 @@ def sweep(
         round_seconds: how long a round should take, without the creation of connections.
         longest_seconds: after a round that ends later than this, the others are left out. The first rank decides.
         progress: called after each round.
-        clock: takes the time; by default the device's own.
-        now: the time by which the first rank plans, in seconds; by default the device's.
 
     Raises:
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
@@ -177,7 +172,7 @@ def sweep(
     instead = "send less (--gpucluster-workload links.size=64MiB)"
     require_free_on_all(ranks, device, needed_bytes(payload_bytes), what, instead=instead)
     by = accelerator(device)
-    links, now = _Links(group, ranks, by, payload_bytes, round_seconds, clock or clock_for(device)), now or by.now
+    links, now = _Links(group, ranks, by, payload_bytes, round_seconds), by.now
     found: list[Reading] = []
     begin, done, more = now(), 0, float(bool(rounds))
     while more:
@@ -204,16 +199,10 @@ class _Links:
     """The links of one group, with this rank's two buffers."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        ranks: Ranks,
-        by: Accelerator,
-        payload_bytes: int,
-        round_seconds: float,
-        clock: Clock,
+        self, group: dist.ProcessGroup, ranks: Ranks, by: Accelerator, payload_bytes: int, round_seconds: float
     ) -> None:
         self.ranks = ranks
-        self._group, self._clock, self._by = group, clock, by
+        self._group, self._clock, self._by = group, by.clock(), by
         self._payload_bytes, self._round_seconds = payload_bytes, round_seconds
         self._rank = dist.get_rank()
         words = by.kept(payload_bytes // WORD_BYTES, KEPT_WORDS)

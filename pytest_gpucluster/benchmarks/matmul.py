@@ -21,9 +21,8 @@ from pytest_gpucluster.benchmarks.dtypes import Arithmetic, arithmetic, require_
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, element_text
 from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.device.interface import Accelerator
-from pytest_gpucluster.device.products import Multiply, numerics
+from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
@@ -236,9 +235,10 @@ class Products:
     Raises: WrongResult if one of the first products is wrong; names the first wrong element.
     """
 
-    def __init__(self, device: torch.device, buffers: Buffers, *, name: str, seed: int, multiply: Multiply) -> None:
-        self._buffers, self._name, self._multiply = buffers, name, multiply
-        self._shape = buffers.shape.kept(accelerator(device))
+    def __init__(self, device: torch.device, buffers: Buffers, *, name: str, seed: int) -> None:
+        self._buffers, self._name, by = buffers, name, accelerator(device)
+        self._multiply = by.product(scaled=buffers.kind.is_scaled, of=buffers.shape.sizes)
+        self._shape = buffers.shape.kept(by)
         random = torch.Generator(device).manual_seed(seed)
         size, dtype = (self._shape.m, self._shape.n), buffers.kind.result
         # An element that is never written must not be right by chance.
@@ -384,11 +384,7 @@ def measure_matmul(
     dtype: str,
     sampling: Sampling,
     instead: str = INSTEAD,
-    seed: int = 0,
     during: AbstractContextManager[object] = NO_CONTEXT,
-    clock: Clock | None = None,
-    multiply: Multiply | None = None,
-    cache: int | None = None,
 ) -> MatmulResult:
     """Measure products of two random matrices of a shape and layout, in TFLOPS.
 
@@ -407,11 +403,7 @@ def measure_matmul(
         dtype: "bf16", "fp16", "tf32", "fp32" or "fp8".
         sampling: how long to warm up and to measure, and the required confidence.
         instead: how to ask for less memory, for the message.
-        seed: of the operands.
         during: entered while samples are taken.
-        clock: takes the time; by default the device's own.
-        multiply: ``multiply(a, b, out)``, by default ``torch.mm``, and torch's scaled product for fp8.
-        cache: bytes of the device's last cache; by default as the device reports them.
 
     Returns: the result; its series may be inconclusive, and states it.
 
@@ -424,12 +416,11 @@ def measure_matmul(
 
     Source: of the operations of a product, ``Shape.flops``.
     """
-    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead)
+    buffers = prepare_shape(device, shape, dtype=dtype, instead=instead)
     name = f"{device}: matmul {dtype} {buffers.name}"
-    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled, of=shape.sizes)
     with numerics(buffers.kind.float32_precision):
-        products = Products(device, buffers, name=name, seed=seed, multiply=by)
-        rate = measure_rate(products, clock or clock_for(device), sampling=sampling, during=during)
+        products = Products(device, buffers, name=name, seed=0)
+        rate = measure_rate(products, clock_for(device), sampling=sampling, during=during)
     return MatmulResult(
         tflops=rate.per_second.scaled(shape.flops / 1e12),
         shape=shape,
@@ -476,9 +467,7 @@ def square_shape(n: int, dtype: str) -> Shape:
     return Shape.square(n, layout=usual_layout(kind))
 
 
-def prepare_shape(
-    device: torch.device, shape: Shape, *, dtype: str, instead: str = INSTEAD, cache: int | None = None
-) -> Buffers:
+def prepare_shape(device: torch.device, shape: Shape, *, dtype: str, instead: str = INSTEAD) -> Buffers:
     """Check that a device can multiply matrices of this shape, and return the buffers that it needs.
 
     Args:
@@ -486,7 +475,6 @@ def prepare_shape(
         shape: of the products.
         dtype: as in ``measure_matmul``.
         instead: how to ask for less memory, for the message.
-        cache: bytes of the device's last cache; by default as the device reports them.
 
     Raises:
         EnvironmentBroken: too little memory is free, the device has no fp8, or the environment overrides the choice
@@ -501,6 +489,6 @@ def prepare_shape(
     if kind.is_scaled:
         require_fp8(device)
     require_switches(device, kind)
-    buffers = Buffers(shape=shape, kind=kind, cache=accelerator(device).cache_bytes() if cache is None else cache)
+    buffers = Buffers(shape=shape, kind=kind, cache=accelerator(device).cache_bytes())
     require_free(device, buffers.needed_bytes, f"matmul {dtype} {buffers.name}", instead=instead)
     return buffers

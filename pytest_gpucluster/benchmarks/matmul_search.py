@@ -31,9 +31,8 @@ from pytest_gpucluster.benchmarks.matmul import (
     prepare_shape,
 )
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
-from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
-from pytest_gpucluster.device.products import Multiply, numerics
+from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, StoreError
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.metrics.stats import median
@@ -158,11 +157,7 @@ def search_matmul(
     trial_seconds: float,
     sampling: Sampling,
     choose: Choose = fastest,
-    seed: int = 0,
     during: AbstractContextManager[object] = NO_CONTEXT,
-    clock: Clock | None = None,
-    multiply: Multiply | None = None,
-    cache: int | None = None,
 ) -> SearchResult:
     """Run a short trial of each candidate, let one be chosen, and measure it again.
 
@@ -180,9 +175,7 @@ def search_matmul(
         trial_seconds: about how long each trial is, besides a warm-up of the same length.
         sampling: of the chosen one's measurement. Its warm-up is also that before the first trial.
         choose: chooses; with several ranks as ``first_rank_chooses`` yields it.
-        seed: of the operands of the measurement. Those of the trials have the next one.
         during: entered while samples of the measurement are taken.
-        clock, multiply, cache: as for ``matmul.measure_matmul``.
 
     Returns: trials and measurement; its series may be inconclusive, and states it.
 
@@ -197,44 +190,22 @@ def search_matmul(
         raise ValueError(
             f"a search needs candidates and a positive time for each, not {len(shapes)} and {trial_seconds} s"
         )
-    kind = arithmetic(dtype)
-    everything = [prepare_shape(device, shape, dtype=dtype, cache=cache, instead=_INSTEAD) for shape in shapes]
-    timed_by = clock or clock_for(device)
+    everything = [prepare_shape(device, shape, dtype=dtype, instead=_INSTEAD) for shape in shapes]
     trials, warmup_seconds = [], sampling.warmup_seconds
     for buffers in everything:
         name = f"{device}: trial of matmul {dtype} {buffers.shape}"
-        by = multiply or accelerator(device).product(scaled=kind.is_scaled, of=buffers.shape.sizes)
-        with numerics(kind.float32_precision):
-            tflops = _trial(device, buffers, name, seed + 1, by, timed_by, warmup_seconds, trial_seconds)
+        with numerics(arithmetic(dtype).float32_precision):
+            tflops = _trial(device, buffers, name, warmup_seconds, trial_seconds)
         trials.append(Trial(shape=buffers.shape, tflops=tflops))
         warmup_seconds = trial_seconds
-    best = measure_matmul(
-        device,
-        choose(trials),
-        dtype=dtype,
-        sampling=sampling,
-        instead=_INSTEAD,
-        seed=seed,
-        during=during,
-        clock=clock,
-        multiply=multiply,
-        cache=cache,
-    )
+    best = measure_matmul(device, choose(trials), dtype=dtype, sampling=sampling, instead=_INSTEAD, during=during)
     return SearchResult(trials=tuple(trials), best=best)
 
 
 @releases_memory()
-def _trial(
-    device: torch.device,
-    buffers: Buffers,
-    name: str,
-    seed: int,
-    multiply: Multiply,
-    clock: Clock,
-    warmup_seconds: float,
-    trial_seconds: float,
-) -> float:
-    bursts = Bursts(Products(device, buffers, name=name, seed=seed, multiply=multiply), clock)
+def _trial(device: torch.device, buffers: Buffers, name: str, warmup_seconds: float, trial_seconds: float) -> float:
+    # Of another seed than the measurement, which has operands of its own.
+    bursts = Bursts(Products(device, buffers, name=name, seed=1), clock_for(device))
     with counted(WARM_UP):
         bursts.warm_up(warmup_seconds)
         count = bursts.operations_in(trial_seconds / BLOCKS)

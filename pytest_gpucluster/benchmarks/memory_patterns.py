@@ -320,12 +320,9 @@ PROGRESS_SECONDS = 2.0
 """Before that no progress is reported."""
 
 
-class Cells:
-    """The writes to the memory; the seam at which tests inject faults."""
-
-    def write(self, target: torch.Tensor, words: torch.Tensor) -> None:
-        """Write words to a part of a buffer. Both are int64 of one dimension and of the same length."""
-        target.copy_(words)
+def write_part(target: torch.Tensor, words: torch.Tensor) -> None:
+    """Write words to a part of a buffer, both int64 of one dimension and of the same length. Tests inject faults."""
+    target.copy_(words)
 
 
 @releases_memory()
@@ -336,11 +333,7 @@ def run_pattern(
     share: float,
     most_bytes: int,
     rounds: int = 1,
-    seed: int = 0,
     progress: Progress | None = None,
-    cells: Cells | None = None,
-    part_words: int = PART_WORDS,
-    buffer_words: int = BUFFER_WORDS,
 ) -> None:
     """Write the survey's pattern to the free memory of a device, and read it back, pass by pass.
 
@@ -356,12 +349,8 @@ def run_pattern(
         share: the part of the free memory to use, including what the comparison needs.
         most_bytes: maximum number of bytes written.
         rounds: repeats of the pattern.
-        seed: of random words.
         progress: called after each pass that ends after ``PROGRESS_SECONDS`` or later, with the passes so far, those in
             all, and the figure ``wrong_words``.
-        cells: writes; by default with torch's copy.
-        part_words: size of the parts in which a pass goes through the buffers.
-        buffer_words: maximum size of a buffer.
 
     Raises:
         EnvironmentBroken: too little memory is free, or the free memory is unknown.
@@ -369,11 +358,11 @@ def run_pattern(
     """
     require_one_of("pattern", survey.pattern, PATTERNS)
     survey.device, survey.total_bytes = str(device), accelerator(device).total_bytes()
-    words = _words_to_write(device, share, most_bytes, part_words)
-    passes = list(PATTERNS[survey.pattern](rounds, seed))
+    words = _words_to_write(device, share, most_bytes)
+    passes = list(PATTERNS[survey.pattern](rounds, 0))
     survey.passes_wanted = len(passes)
     try:
-        memory = _Memory(device, survey, words, cells or Cells(), part_words, buffer_words)
+        memory = _Memory(device, survey, words)
         begin = time.monotonic()
         for number, step in enumerate(passes, start=1):
             with counted(MEASURING):
@@ -390,11 +379,11 @@ def run_pattern(
     survey.is_complete = True
 
 
-def _words_to_write(device: torch.device, share: float, most_bytes: int, part_words: int) -> int:
+def _words_to_write(device: torch.device, share: float, most_bytes: int) -> int:
     free = accelerator(device).free_bytes()
     if free is None:
         raise EnvironmentBroken(f"{device}: the free memory is unknown, so it cannot be tested")
-    check_bytes = comparison_bytes(min(part_words, most_bytes // WORD_BYTES))
+    check_bytes = comparison_bytes(min(PART_WORDS, most_bytes // WORD_BYTES))
     words = min(int(share * free) - check_bytes, most_bytes) // WORD_BYTES
     if words < 1:
         raise EnvironmentBroken(
@@ -413,22 +402,19 @@ def comparison_bytes(part_words: int) -> int:
 class _Memory:
     """The buffers, and the passes through them."""
 
-    def __init__(
-        self, device: torch.device, survey: Survey, words: int, cells: Cells, part_words: int, buffer_words: int
-    ) -> None:
-        self._survey, self._cells = survey, cells
-        by = accelerator(device)
+    def __init__(self, device: torch.device, survey: Survey, words: int) -> None:
+        self._survey, by = survey, accelerator(device)
         kept = by.kept(words, KEPT_WORDS)
-        longest = min(part_words, buffer_words, kept)
+        longest = min(PART_WORDS, BUFFER_WORDS, kept)
         self._words = Words(device, longest)
         self._mask = torch.empty(longest, dtype=torch.bool, device=device)
         self._parts: list[tuple[int, int, torch.Tensor]] = []
         """Of each part: its buffer, its first word in it, the words."""
-        for number, first in enumerate(range(0, kept, buffer_words)):
-            buffer = torch.empty(min(buffer_words, kept - first), dtype=torch.int64, device=device)
+        for number, first in enumerate(range(0, kept, BUFFER_WORDS)):
+            buffer = torch.empty(min(BUFFER_WORDS, kept - first), dtype=torch.int64, device=device)
             survey.buffer_bytes.append(buffer.nbytes * words // kept)
-            for start in range(0, len(buffer), part_words):
-                self._parts.append((number, start, buffer[start : start + part_words]))
+            for start in range(0, len(buffer), PART_WORDS):
+                self._parts.append((number, start, buffer[start : start + PART_WORDS]))
 
     def run_pass(self, step: Pass) -> None:
         """Go through all parts once."""
@@ -439,7 +425,7 @@ class _Memory:
                 expected = step.expects(self._words, index, len(part))
                 self._compare(part, expected, buffer, start, step.what)
             if step.writes is not None:
-                self._cells.write(part, step.writes(self._words, index, len(part)))
+                write_part(part, step.writes(self._words, index, len(part)))
 
     def _compare(self, part: torch.Tensor, expected: torch.Tensor, buffer: int, start: int, during: str) -> None:
         """Count the words that differ, and add the first of them. It waits for the device."""

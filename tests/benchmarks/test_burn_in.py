@@ -5,6 +5,7 @@ import csv
 
 import pytest
 import torch
+from device_parts import timed_by
 
 from pytest_gpucluster.benchmarks.burn_in import Point, TimeSeries, burn_in
 from pytest_gpucluster.device.clock import ManualClock
@@ -35,17 +36,8 @@ class Device:
 
 
 def burn(device, course, *, interval=1.0, **more):
-    burn_in(
-        CPU,
-        course,
-        n=N,
-        dtype="fp32",
-        interval_seconds=interval,
-        clock=device.clock,
-        multiply=device,
-        now=lambda: device.clock.now_seconds,
-        **more,
-    )
+    with timed_by(device.clock, product=lambda **of: device):
+        burn_in(CPU, course, n=N, dtype="fp32", interval_seconds=interval, **more)
 
 
 def test_it_lasts_as_long_as_is_asked_for_and_every_product_is_in_its_course():

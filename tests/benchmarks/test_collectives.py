@@ -3,12 +3,14 @@ import math
 import re
 import textwrap
 import weakref
+from unittest.mock import patch
 
 import forked_ranks
 import pytest
 import torch
+from device_parts import device_with, timed_by
 
-from pytest_gpucluster.benchmarks.collectives import measure_collective
+from pytest_gpucluster.benchmarks.collectives import CALLS, measure_collective
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.device.clock import RESOLUTION_SECONDS, ManualClock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
@@ -17,7 +19,9 @@ from pytest_gpucluster.metrics.sampling import Sampling
 CPU = torch.device("cpu")
 
 PREAMBLE = """
+from device_parts import timed_by
 from pytest_gpucluster.device.clock import ManualClock
+from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -39,8 +43,9 @@ def sampling(window=1.0, warmup=0.0, longest=None, tolerance=0.01):
 def measured(reduce, group=group, **arguments):
     "An all-reduce by a manual clock, which also tells how much time has passed."
     given = {"payload_bytes": 4000, "sampling": sampling()} | arguments
-    given |= {"clock": reduce.clock, "call": lambda sent, received, of: reduce(received, of)}
-    return measure_collective("all_reduce", group, device, now=lambda: reduce.clock.now_seconds, **given)
+    collectives.CALLS["all_reduce"] = lambda sent, received, of: reduce(received, of)
+    with timed_by(reduce.clock):
+        return measure_collective("all_reduce", group, device, **given)
 """
 
 
@@ -69,15 +74,9 @@ SAMPLING = Sampling(warmup_seconds=1.0, window_seconds=4.0, longest_seconds=8.0,
 def measure(group, reduce, **arguments):
     """By a manual clock, which also tells how much time has passed."""
     given = {"payload_bytes": 4000, "sampling": SAMPLING} | arguments
-    return measure_collective(
-        "all_reduce",
-        group,
-        CPU,
-        clock=reduce.clock,
-        call=lambda sent, received, of: reduce(received, of),
-        now=lambda: reduce.clock.now_seconds,
-        **given,
-    )
+    call = patch.dict(CALLS, all_reduce=lambda sent, received, of: reduce(received, of))
+    with call, timed_by(reduce.clock):
+        return measure_collective("all_reduce", group, CPU, **given)
 
 
 def test_one_rank_reports_algbw_only(alone):
@@ -202,15 +201,11 @@ def test_a_clock_that_does_not_tell_the_time_is_inconclusive(alone, seconds):
         measure(alone, Summing(seconds=seconds))
 
 
-def test_one_gpu_that_has_nothing_to_do_takes_what_its_clock_can_tell(alone):
+def test_one_gpu_that_has_nothing_to_do_takes_what_its_clock_can_tell(alone, monkeypatch):
     idle, wall = Summing(seconds=0.0), iter(range(10_000))
-    given = {
-        "payload_bytes": 4000,
-        "sampling": SAMPLING,
-        "clock": idle.clock,
-        "call": lambda sent, received, group: idle(sent, group),
-    }
-    result = measure_collective("all_reduce", alone, CPU, **given, now=lambda: next(wall) / 10)
+    monkeypatch.setitem(CALLS, "all_reduce", lambda sent, received, group: idle(sent, group))
+    with device_with(clock=lambda: idle.clock, now=lambda: next(wall) / 10):
+        result = measure_collective("all_reduce", alone, CPU, payload_bytes=4000, sampling=SAMPLING)
     assert result.latency.median == pytest.approx(RESOLUTION_SECONDS / result.calls_per_window)
 
 

@@ -6,6 +6,7 @@ acceptance suite does that.
 
 import os
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pytest_gpucluster.benchmarks.fingerprint import take_fingerprint
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.matmul import measure_matmul, square_shape
+from pytest_gpucluster.device.backends import Cuda
 from pytest_gpucluster.device.clock import EventClock
 from pytest_gpucluster.device.environment import VARIABLES, prepare
 from pytest_gpucluster.device.process_group import NcclReleaser, init_group
@@ -34,13 +36,13 @@ MiB = 2**20
 @pytest.fixture(autouse=True, scope="module")
 def _environment():
     """Give the libraries what the plugin gives them, before the first product and the first group."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as own:
         for name in os.environ.keys() & VARIABLES.keys():
-            patch.delenv(name)
+            own.delenv(name)
         given = {}
         prepare(given)
         for name, value in given.items():
-            patch.setenv(name, value)
+            own.setenv(name, value)
         yield
 
 
@@ -69,12 +71,16 @@ def test_products_of_each_dtype_are_measured_and_verified(dtype):
     assert result.verified_products > result.iters
 
 
+def multiplying(product):
+    return patch.object(Cuda, "product", lambda by, **of: product)
+
+
 def test_tf32_is_not_taken_for_fp32():
     def in_tf32(a, b, out):
         torch.mm((a.view(torch.int32) & ~0x1FFF).view(torch.float32), b, out=out)
 
-    with pytest.raises(WrongResult):
-        measure_matmul(GPU, square_shape(1024, "fp32"), dtype="fp32", sampling=QUICK, multiply=in_tf32)
+    with pytest.raises(WrongResult), multiplying(in_tf32):
+        measure_matmul(GPU, square_shape(1024, "fp32"), dtype="fp32", sampling=QUICK)
 
 
 def test_one_wrong_element_of_a_product_is_found():
@@ -86,8 +92,8 @@ def test_one_wrong_element_of_a_product_is_found():
         if len(calls) == 20:
             out.view(torch.int16)[7, 11] ^= 1
 
-    with pytest.raises(WrongResult, match=r"cuda:0.* n=1024"):
-        measure_matmul(GPU, square_shape(1024, "bf16"), dtype="bf16", sampling=QUICK, multiply=wrong_later)
+    with pytest.raises(WrongResult, match=r"cuda:0.* n=1024"), multiplying(wrong_later):
+        measure_matmul(GPU, square_shape(1024, "bf16"), dtype="bf16", sampling=QUICK)
 
 
 @pytest.mark.parametrize("kind", ["copy", "read", "write"])

@@ -50,35 +50,38 @@ def test_every_dtype_is_multiplied_and_all_stages_give_bits_of_their_own():
     assert len(set(others)) == len(others)
 
 
-def test_other_numbers_and_sizes_give_other_bits():
-    prints = [take_fingerprint(CPU, n=n, repeats=1, seed=seed) for n, seed in ((N, 0), (N, 1), (2 * N, 0))]
+def test_other_sizes_give_other_bits():
+    prints = [take_fingerprint(CPU, n=n, repeats=1) for n in (N, 2 * N)]
     for stage in stages_of(CPU):
-        assert len({found.digests[stage] for found in prints}) == 3, stage
+        assert len({found.digests[stage] for found in prints}) == 2, stage
 
 
 @of_each("stage", list(stages_of(CPU)))
-def test_one_bit_of_any_stage_changes_its_fingerprint_and_no_other(stage):
+def test_one_bit_of_any_stage_changes_its_fingerprint_and_no_other(stage, monkeypatch):
     right = take_fingerprint(CPU, n=N, repeats=1)
     stages = dict(stages_of(CPU))
     stages[stage] = flipping(stages[stage], at=0)
-    wrong = take_fingerprint(CPU, n=N, repeats=1, stages=stages)
+    monkeypatch.setattr(fingerprint, "stages_of", lambda device: stages)
+    wrong = take_fingerprint(CPU, n=N, repeats=1)
     assert [name for name in right.digests if right.digests[name] != wrong.digests[name]] == [stage]
 
 
 @of_each("stage", ["matmul bf16", "integers"])
-def test_a_device_that_computes_something_else_the_second_time_is_told_with_the_stage(stage):
+def test_a_device_that_computes_something_else_the_second_time_is_told_with_the_stage(stage, monkeypatch):
     stages = dict(stages_of(CPU))
     stages[stage] = flipping(stages[stage], at=2)
-    found = take_fingerprint(CPU, n=N, repeats=4, stages=stages)
+    monkeypatch.setattr(fingerprint, "stages_of", lambda device: stages)
+    found = take_fingerprint(CPU, n=N, repeats=4)
     assert found.changed == {stage: 1}
     assert found.repeatable == pytest.approx(1 - 1 / len(stages))
     with pytest.raises(WrongResult, match=f"^GPU 3 of node-b: .*: {stage} in 1 of 3 repeats"):
         found.require_repeatable("GPU 3 of node-b")
 
 
-def test_a_first_time_that_was_wrong_differs_from_all_later_ones():
+def test_a_first_time_that_was_wrong_differs_from_all_later_ones(monkeypatch):
     stages = {"sums": flipping(stages_of(CPU)["sums"], at=0)}
-    assert take_fingerprint(CPU, n=N, repeats=4, stages=stages).changed == {"sums": 3}
+    monkeypatch.setattr(fingerprint, "stages_of", lambda device: stages)
+    assert take_fingerprint(CPU, n=N, repeats=4).changed == {"sums": 3}
 
 
 def test_the_operands_stay_as_they_are():
@@ -100,7 +103,7 @@ def test_too_little_memory_is_told_before_any_is_taken(monkeypatch):
         take_fingerprint(CPU, n=N, repeats=1)
 
 
-def test_torch_is_asked_for_the_same_bits_meanwhile_and_not_afterwards():
+def test_torch_is_asked_for_the_same_bits_meanwhile_and_not_afterwards(monkeypatch):
     seen = []
 
     def stage(a, b):
@@ -108,7 +111,8 @@ def test_torch_is_asked_for_the_same_bits_meanwhile_and_not_afterwards():
         return a
 
     before = torch.get_deterministic_debug_mode()
-    take_fingerprint(CPU, n=N, repeats=1, stages={"one": stage})
+    monkeypatch.setattr(fingerprint, "stages_of", lambda device: {"one": stage})
+    take_fingerprint(CPU, n=N, repeats=1)
     assert seen == [2]
     assert torch.get_deterministic_debug_mode() == before
 
@@ -219,15 +223,5 @@ def test_all_get_the_same_and_only_the_deviant_is_blamed(tmp_path):
 
 
 def test_one_that_does_not_come_is_an_error_that_names_it(tmp_path):
-    times = iter(range(100))
-    with pytest.raises(EnvironmentBroken, match=r"GPU 0: no fingerprint.* 1, 2 within 5 s"):
-        exchange(
-            tmp_path,
-            of("a"),
-            index=0,
-            count=3,
-            name="GPU 0",
-            wait_seconds=5,
-            now=lambda: next(times),
-            sleep=lambda seconds: None,
-        )
+    with pytest.raises(EnvironmentBroken, match=r"GPU 0: no fingerprint.* 1, 2 within 0 s"):
+        exchange(tmp_path, of("a"), index=0, count=3, name="GPU 0", wait_seconds=0)

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device_parts import device_of
 from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import host_link
+from pytest_gpucluster.benchmarks import host_link, host_link_copies
 from pytest_gpucluster.benchmarks.host_link import host_memory, measure_host_link, nodes_of
 from pytest_gpucluster.benchmarks.host_link_copies import Turn
 from pytest_gpucluster.device.backends import Cpu, Cuda
@@ -34,14 +35,17 @@ class Timed(Cpu):
 
     def __init__(self, *, seconds=0.01, at=None, fault=None, direction=None):
         super().__init__(CPU)
-        self.clock, self.copies, self.targets = ManualClock(), [], []
+        self.timer, self.copies, self.targets = ManualClock(), [], []
         self._seconds, self._at, self._fault, self._direction = seconds, at, fault, direction
+
+    def clock(self):
+        return self.timer
 
     def copy_over_link(self, direction, source, target):
         before = target.clone()
         super().copy_over_link(direction, source, target)
         number = self.copies.count(direction)
-        self.clock.advance(self._seconds(number) if callable(self._seconds) else self._seconds)
+        self.timer.advance(self._seconds(number) if callable(self._seconds) else self._seconds)
         if number == self._at and self._direction in (None, direction):
             self._fault(target, before)
         self.copies.append(direction)
@@ -49,9 +53,8 @@ class Timed(Cpu):
 
 
 def measure(way, copier, *, words=WORDS, copies=4, sampling=SAMPLING, **others):
-    return measure_host_link(
-        CPU, way, payload_bytes=8 * words, copies=copies, sampling=sampling, clock=copier.clock, by=copier, **others
-    )
+    with device_of(copier):
+        return measure_host_link(CPU, way, payload_bytes=8 * words, copies=copies, sampling=sampling, **others)
 
 
 def flip(offset, bit=0):
@@ -225,12 +228,14 @@ def test_memory_for_a_gpu_is_pinned_while_it_is_in_use(monkeypatch):
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_link_copies, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(host_link_copies, "shared_path", lambda: tmp_path / "turn.lock")
     return tmp_path / "turn.lock"
 
 
 def test_one_waits_until_the_other_has_ended(path):
-    with Turn(path, wait_seconds=0.01) as first, Turn(path, wait_seconds=0.01) as second:
+    with Turn() as first, Turn() as second:
         first.begin()
         with pytest.raises(EnvironmentBroken, match=r"alone within 0\.01 s"):
             second.begin()
@@ -242,19 +247,20 @@ def test_the_kernel_takes_the_turn_of_a_process_that_dies(path):
     code = """
         import os, sys
         from pathlib import Path
-        from pytest_gpucluster.benchmarks.host_link_copies import Turn
-        with Turn(Path(sys.argv[1])) as turn:
+        from pytest_gpucluster.benchmarks import host_link_copies
+        host_link_copies.shared_path = lambda: Path(sys.argv[1])
+        with host_link_copies.Turn() as turn:
             turn.begin()
             os._exit(9)
     """
     child = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], timeout=60, check=False)
     assert child.returncode == 9
-    with Turn(path, wait_seconds=0) as turn:
+    with Turn() as turn:
         turn.begin()
 
 
 def test_a_turn_can_be_begun_again_and_ended_without_one(path):
-    with Turn(path, wait_seconds=0) as turn:
+    with Turn() as turn:
         turn.end()
         turn.begin()
         turn.begin()
@@ -262,12 +268,14 @@ def test_a_turn_can_be_begun_again_and_ended_without_one(path):
     turn.end()
 
 
-def test_where_no_lock_can_be_made_it_is_an_error_and_no_measurement(tmp_path):
+def test_where_no_lock_can_be_made_it_is_an_error_and_no_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_link_copies, "shared_path", lambda: tmp_path / "nowhere" / "turn.lock")
     with pytest.raises(EnvironmentBroken, match=r"ranks cannot.* .*: .*or directory; .* TMPDIR"):
-        Turn(tmp_path / "nowhere" / "turn.lock").__enter__()
+        Turn().__enter__()
     (tmp_path / "link").symlink_to(tmp_path / "target")
+    monkeypatch.setattr(host_link_copies, "shared_path", lambda: tmp_path / "link")
     with pytest.raises(EnvironmentBroken, match=r"ranks cannot"):
-        Turn(tmp_path / "link").__enter__()
+        Turn().__enter__()
 
 
 def test_a_turn_is_begun_before_the_first_copy_and_ended_before_the_comparison(path, monkeypatch):
@@ -295,15 +303,9 @@ def test_a_turn_is_begun_before_the_first_copy_and_ended_before_the_comparison(p
 
     monkeypatch.setattr(torch, "equal", compared)
     quick = Sampling(warmup_seconds=0.001, window_seconds=0.01, longest_seconds=0.01, tolerance_ratio=10)
-    measure_host_link(
-        CPU,
-        "h2d",
-        payload_bytes=8000,
-        copies=4,
-        sampling=quick,
-        by=Copying(CPU),
-        turn=Noted(path),
-    )
+    monkeypatch.setattr(host_link, "Turn", Noted)
+    with device_of(Copying(CPU)):
+        measure_host_link(CPU, "h2d", payload_bytes=8000, copies=4, sampling=quick)
     assert {"-".join(step for step, _ in itertools.groupby(done))[: len("begin-copy-end-compare-") * 3]} == {
         "begin-copy-end-compare-" * 3
     }

@@ -5,6 +5,7 @@ import textwrap
 import forked_ranks
 import pytest
 import torch
+from device_parts import device_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ CPU = torch.device("cpu")
 SAMPLING = Sampling(warmup_seconds=0, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
 
 PREAMBLE = """
+from device_parts import device_of
 from pytest_gpucluster.benchmarks import host_link_concurrent
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.device.backends import Cpu
@@ -29,10 +31,13 @@ class Timed(Cpu):
     "torch's own, each taking ``seconds`` of a manual clock; copy ``at`` leaves a wrong bit."
     def __init__(self, seconds=0.01, at=None):
         super().__init__(device)
-        self.clock, self.seconds, self.at, self.calls = ManualClock(), seconds, at, 0
+        self.timer, self.seconds, self.at, self.calls = ManualClock(), seconds, at, 0
+    def clock(self):
+        return self.timer
+
     def copy_over_link(self, direction, source, target):
         super().copy_over_link(direction, source, target)
-        self.clock.advance(self.seconds)
+        self.timer.advance(self.seconds)
         if self.calls == self.at:
             target[3] ^= 1
         self.calls += 1
@@ -41,8 +46,8 @@ def outcome(copier, **arguments):
     given = dict(payload_bytes=8000, copies=8, direction="h2d", sampling=Sampling(
         warmup_seconds=0, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)) | arguments
     try:
-        return measure_host_links_concurrently(group, device, given.pop("direction"), clock=copier.clock, by=copier,
-                                           **given)
+        with device_of(copier):
+            return measure_host_links_concurrently(group, device, given.pop("direction"), **given)
     except (GpuClusterError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 """
@@ -79,16 +84,20 @@ def told():
 class Timed(Cpu):
     def __init__(self, seconds=0.01):
         super().__init__(CPU)
-        self.clock, self._seconds = ManualClock(), seconds
+        self.timer, self._seconds = ManualClock(), seconds
+
+    def clock(self):
+        return self.timer
 
     def copy_over_link(self, direction, source, target):
         super().copy_over_link(direction, source, target)
-        self.clock.advance(self._seconds)
+        self.timer.advance(self._seconds)
 
 
 def measure(group, copier, direction="h2d", **others):
     given = {"payload_bytes": 8000, "copies": 8, "sampling": SAMPLING} | others
-    return measure_host_links_concurrently(group, CPU, direction, clock=copier.clock, by=copier, **given)
+    with device_of(copier):
+        return measure_host_links_concurrently(group, CPU, direction, **given)
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])

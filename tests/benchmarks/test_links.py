@@ -18,6 +18,7 @@ SCRIPT = """
 import time
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.device.backends import Cpu
+from device_parts import timed_by
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import GpuClusterError
@@ -38,9 +39,10 @@ class Timed:
 
 def swept(timed, planned=ROUNDS, **more):
     links._exchange = timed
-    given = {"payload_bytes": 65536, "round_seconds": 0.6, "now": lambda: timed.clock.now_seconds} | more
+    given = {"payload_bytes": 65536, "round_seconds": 0.6} | more
     try:
-        found = links.sweep(group, device, planned, clock=timed.clock, **given)
+        with timed_by(timed.clock):
+            found = links.sweep(group, device, planned, **given)
     except GpuClusterError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -199,11 +201,12 @@ def test_the_peers_meet_through_the_given_group_and_no_other(monkeypatch):
 
 SURVEY = """
 from pytest_gpucluster.benchmarks import links
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.isolation.round_robin import Places
 
 honest, clock, met = links._exchange, ManualClock(), []
-links.clock_for = lambda device: clock
+Cpu.clock = lambda by: clock
 
 def exchange(group, outgoing, incoming, peer):
     honest(group, outgoing, incoming, peer)

@@ -5,12 +5,21 @@ from itertools import pairwise
 
 import pytest
 import torch
+from device_parts import device_with, timed_by
 from each import of_each
 
 from pytest_gpucluster.benchmarks import matmul
 from pytest_gpucluster.benchmarks import matmul as matmul_products
 from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic
-from pytest_gpucluster.benchmarks.matmul import Buffers, Shape, best_square, measure_matmul, square_shape, usual_layout
+from pytest_gpucluster.benchmarks.matmul import (
+    Buffers,
+    Products,
+    Shape,
+    best_square,
+    measure_matmul,
+    square_shape,
+    usual_layout,
+)
 from pytest_gpucluster.benchmarks.verify import bits_of
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.device.products import scaled_product
@@ -56,16 +65,9 @@ def sampling(*, warmup=0.05, window=0.8, longest=2.0, tolerance=0.01):
     return Sampling(warmup_seconds=warmup, window_seconds=window, longest_seconds=longest, tolerance_ratio=tolerance)
 
 
-def measure(multiply, *, dtype="fp32", n=N, chosen=None, **others):
-    return measure_matmul(
-        CPU,
-        square_shape(n, dtype),
-        dtype=dtype,
-        sampling=chosen or sampling(),
-        clock=multiply.clock,
-        multiply=multiply,
-        **others,
-    )
+def measure(multiply, *, dtype="fp32", n=N, chosen=None, cache=0, **others):
+    with timed_by(multiply.clock, product=lambda **of: multiply, cache_bytes=lambda: cache):
+        return measure_matmul(CPU, square_shape(n, dtype), dtype=dtype, sampling=chosen or sampling(), **others)
 
 
 def flip_bit(offset, bit=0):
@@ -213,11 +215,12 @@ def test_the_operands_are_random_and_depend_on_the_seed_alone(dtype):
         seen.append((a.float(), b.float()))
         Multiplier()(a, b, out)
 
-    quick = sampling(warmup=0, window=1e-4, longest=1e-4, tolerance=100)
+    buffers = Buffers(shape=square_shape(16, dtype), kind=arithmetic(dtype), cache=0)
     starts = []
     for seed in (1, 1, 2):
         starts.append(len(seen))
-        measure_matmul(CPU, square_shape(16, dtype), dtype=dtype, sampling=quick, seed=seed, multiply=product)
+        with device_with(product=lambda **of: product):
+            Products(CPU, buffers, name="here", seed=seed)
     first, again, other = (seen[start] for start in starts)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])

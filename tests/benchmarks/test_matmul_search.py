@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from device_parts import timed_by
 from each import of_each
 
 from pytest_gpucluster.benchmarks import matmul_search
@@ -65,15 +66,8 @@ class Multiplier:
 
 
 def search(multiply, shapes=SHAPES, *, dtype="fp32", **others):
-    return search_matmul(
-        CPU,
-        shapes,
-        dtype=dtype,
-        trial_seconds=LOOK_SECONDS,
-        clock=multiply.clock,
-        multiply=multiply,
-        **({"sampling": SAMPLING} | others),
-    )
+    with timed_by(multiply.clock, product=lambda **of: multiply):
+        return search_matmul(CPU, shapes, dtype=dtype, trial_seconds=LOOK_SECONDS, **({"sampling": SAMPLING} | others))
 
 
 # ---- shapes --------------------------------------------------------------------------------------------------------
@@ -114,8 +108,8 @@ def test_a_product_of_any_shape_is_measured_in_every_layout_that_its_dtype_has(d
         shape = Shape(m=48, n=32, k=80, layout=layout)
         multiply = Multiplier()
         quick = dataclasses.replace(SAMPLING, window_seconds=0.2, longest_seconds=0.2)
-        given = {"dtype": dtype, "sampling": quick, "clock": multiply.clock, "multiply": multiply}
-        found = measure_matmul(CPU, shape, **given)
+        with timed_by(multiply.clock, product=lambda multiply=multiply, **of: multiply):
+            found = measure_matmul(CPU, shape, dtype=dtype, sampling=quick)
         assert set(multiply.calls) == {shape}
         assert (found.shape, shape.flops) == (shape, 2 * 48 * 32 * 80)
         assert found.tflops.median == pytest.approx(1e-4)
@@ -130,7 +124,7 @@ def test_what_is_allocated_is_what_was_asked_to_be_free(dtype, size, cache):
     for layout in layouts_of(kind):
         m, n, k = size
         buffers = Buffers(shape=Shape(m=m, n=n, k=k, layout=layout), kind=kind, cache=cache)
-        products = Products(CPU, buffers, name="here", seed=0, multiply=Multiplier())
+        products = Products(CPU, buffers, name="here", seed=0)
         held = {id(each): each.nbytes for each in (*products._results, products._comparison._mask)}
         for turn in (turn for pair in products._sets for turn in pair):
             held |= {id(each): each.nbytes for each in (turn.first, turn.left, turn.right)}
@@ -178,7 +172,8 @@ def test_the_measurement_has_operands_of_its_own_and_the_rules_of_every_other():
     multiply = Multiplier(lambda shape: 2e-4 if shape == SQUARE else 1e-4)
     found = search(multiply)
     alone = Multiplier(lambda shape: 2e-4)
-    same = measure_matmul(CPU, SQUARE, dtype="fp32", sampling=SAMPLING, clock=alone.clock, multiply=alone)
+    with timed_by(alone.clock, product=lambda **of: alone):
+        same = measure_matmul(CPU, SQUARE, dtype="fp32", sampling=SAMPLING)
     assert found.best.tflops.median == pytest.approx(same.tflops.median)
     assert dataclasses.replace(found.best, tflops=same.tflops) == same
     looked, measured = multiply.seen[0][1], multiply.seen[-same.verified_products][1]

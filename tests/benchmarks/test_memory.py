@@ -3,6 +3,7 @@ import weakref
 
 import pytest
 import torch
+from device_parts import device_of
 from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,10 +27,16 @@ class Passes(Cpu):
 
     def __init__(self, *, seconds=0.01, at=None, fault=None):
         super().__init__(CPU)
-        self.clock = ManualClock()
+        self.timer, self.cache = ManualClock(), 0
         self.calls = 0
         self.targets = []
         self._seconds, self._at, self._fault = seconds, at, fault
+
+    def clock(self):
+        return self.timer
+
+    def cache_bytes(self):
+        return self.cache
 
     def copy(self, source, target):
         self._step(super().copy, target, source, target)
@@ -43,23 +50,17 @@ class Passes(Cpu):
     def _step(self, operation, target, *arguments):
         before = target.clone()
         operation(*arguments)
-        self.clock.advance(self._seconds(self.calls) if callable(self._seconds) else self._seconds)
+        self.timer.advance(self._seconds(self.calls) if callable(self._seconds) else self._seconds)
         if self.calls == self._at:
             self._fault(target, before)
         self.calls += 1
         self.targets.append(weakref.ref(target))
 
 
-def measure(kind, operations, *, words=WORDS, sampling=SAMPLING, **others):
-    return measure_hbm(
-        CPU,
-        kind,
-        payload_bytes=8 * words,
-        sampling=sampling,
-        clock=operations.clock,
-        operations=operations,
-        **others,
-    )
+def measure(kind, operations, *, words=WORDS, sampling=SAMPLING, cache=0, **others):
+    operations.cache = cache
+    with device_of(operations):
+        return measure_hbm(CPU, kind, payload_bytes=8 * words, sampling=sampling, **others)
 
 
 def flip(offset, bit=0):
@@ -129,19 +130,14 @@ def test_a_wrong_sum_is_found_and_the_memory_cleared_of_it():
 
 
 def test_a_bit_that_flips_in_memory_makes_the_sum_wrong_and_is_located():
-    class Decaying(Cpu):
-        clock = ManualClock()
-        calls = 0
-
+    class Decaying(Passes):
         def read(self, source, total):
             if self.calls == 30:
                 source[123] ^= 1 << 40
-            self.calls += 1
-            self.clock.advance(0.01)
             super().read(source, total)
 
     with pytest.raises(WrongResult) as caught:
-        measure("read", Decaying(CPU))
+        measure("read", Decaying())
     # Read 30 began at the first place, and the buffer is a little longer than what is read.
     assert re.search(
         r"; in memory 1 of 1128 8-.*wrong, first.* 984: found .* \(bits that differ: 1\)$",
@@ -173,15 +169,12 @@ def test_a_wrong_write_is_counted_and_located():
 def test_wrong_words_of_a_write_are_looked_for_in_parts(monkeypatch):
     monkeypatch.setattr(memory_passes, "PART_WORDS", 300)
 
-    class Short(Cpu):
-        clock = ManualClock()
-
+    class Short(Passes):
         def write(self, target, value):
             super().write(target[:-20], value)
-            self.clock.advance(0.01)
 
     with pytest.raises(WrongResult, match=r": 20 of 1000 8-.*wrong, first.* 7840: found 0x"):
-        measure("write", Short(CPU))
+        measure("write", Short())
 
 
 def test_a_wrong_word_that_is_right_when_looked_at_again_is_still_a_wrong_result(monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from pytest_gpucluster.benchmarks.memory_patterns import (
     PATTERNS,
     PLACES_LISTED,
     WORD_BITS,
-    Cells,
     Fault,
     Survey,
     Words,
@@ -28,7 +28,16 @@ PART, BUFFER, WORDS = 64, 160, 400
 """Three buffers of 160, 160 and 80 words, each of parts of 64 words and what is left."""
 
 
-class Faulty(Cells):
+honest_write = memory_patterns.write_part
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(memory_patterns, "PART_WORDS", PART)
+    monkeypatch.setattr(memory_patterns, "BUFFER_WORDS", BUFFER)
+
+
+class Faulty:
     """Does something after each write, knowing which buffer and which word a part begins with."""
 
     def __init__(self, after):
@@ -37,8 +46,8 @@ class Faulty(Cells):
         self.parts = {}
         self.writes = 0
 
-    def write(self, target, words):
-        super().write(target, words)
+    def __call__(self, target, words):
+        honest_write(target, words)
         storage = target.untyped_storage().data_ptr()
         buffer = self.buffers.setdefault(storage, len(self.buffers))
         self.parts[buffer, target.storage_offset()] = target
@@ -59,8 +68,8 @@ def stuck(bit, *, high):
 
 def survey_of(pattern, cells=None, **more):
     survey = Survey(pattern=pattern)
-    settings = {"share": 0.5, "most_bytes": 8 * WORDS, "part_words": PART, "buffer_words": BUFFER} | more
-    run_pattern(CPU, survey, cells=cells, **settings)
+    with patch.object(memory_patterns, "write_part", cells or honest_write):
+        run_pattern(CPU, survey, **({"share": 0.5, "most_bytes": 8 * WORDS} | more))
     return survey
 
 
@@ -113,11 +122,7 @@ def test_two_addresses_that_are_one_cell_are_found_by_random_words():
 
 
 def test_words_that_are_not_written_are_found_however_many():
-    class Lost(Cells):
-        def write(self, target, words):
-            """Leave the memory as it is."""
-
-    survey = survey_of("walking_zeros", Lost())
+    survey = survey_of("walking_zeros", lambda target, words: None)
     assert survey.wrong_words >= 64 * (WORDS - 64)
     assert len(survey.faults) == memory_survey.PLACES_LISTED
 
@@ -138,17 +143,16 @@ def test_what_is_wrong_at_one_look_and_right_at_the_next_is_told_so(monkeypatch)
     assert re.search(r"read wrong", survey.report())
 
 
-def test_what_was_seen_before_an_interruption_is_kept():
+def test_what_was_seen_before_an_interruption_is_kept(monkeypatch):
     def after(cells, buffer, first, part):
         stuck(3, high=True)(cells, buffer, first, part)
         if cells.writes == 40:
             raise KeyboardInterrupt
 
     survey = Survey(pattern="walking_ones")
+    monkeypatch.setattr(memory_patterns, "write_part", Faulty(after))
     with pytest.raises(KeyboardInterrupt):
-        run_pattern(
-            CPU, survey, share=0.5, most_bytes=8 * WORDS, part_words=PART, buffer_words=BUFFER, cells=Faulty(after)
-        )
+        run_pattern(CPU, survey, share=0.5, most_bytes=8 * WORDS)
     assert not survey.is_complete
     assert survey.passes == 4
     assert survey.wrong_words > 0
@@ -183,14 +187,14 @@ def test_without_free_memory_nothing_is_said_of_it(monkeypatch, free, said):
         survey_of("random")
 
 
-def test_memory_that_somebody_else_takes_meanwhile_is_no_fault_of_the_memory():
-    class Full(Cells):
-        def write(self, target, words):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+def test_memory_that_somebody_else_takes_meanwhile_is_no_fault_of_the_memory(monkeypatch):
+    def full(target, words):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
+    monkeypatch.setattr(memory_patterns, "write_part", full)
     survey = Survey(pattern="random")
     with pytest.raises(EnvironmentBroken, match=r"memory during the test"):
-        run_pattern(CPU, survey, share=0.5, most_bytes=8 * WORDS, cells=Full())
+        run_pattern(CPU, survey, share=0.5, most_bytes=8 * WORDS)
     assert not survey.is_complete
 
 

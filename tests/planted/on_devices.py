@@ -139,11 +139,10 @@ class Faulty(Cpu):
 BACKENDS["cpu"] = Faulty
 
 
-class Cells(memory_patterns.Cells):
-    def write(self, target, words):
-        super().write(target, words)
-        if FAULT == "stuck":
-            target[1000] |= 1 << 40
+def write_part(target, words):
+    target.copy_(words)
+    if FAULT == "stuck":
+        target[1000] |= 1 << 40
 
 
 honest_softmax = fingerprint._softmax
@@ -158,7 +157,7 @@ def softmax(a, b):
     return result
 
 
-memory_patterns.Cells, fingerprint._softmax = Cells, softmax
+memory_patterns.write_part, fingerprint._softmax = write_part, softmax
 
 
 # ---- collectives, links ----------------------------------------------------------------------------------------------
