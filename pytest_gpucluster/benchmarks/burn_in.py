@@ -21,7 +21,7 @@ import torch
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
 from pytest_gpucluster.benchmarks.matmul import KEPT, Products, prepare_shape, square_shape
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
-from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.stats import median
@@ -261,7 +261,7 @@ def burn_in(
     try:
         with numerics(buffers.kind.float32_precision):
             products = Products(device, buffers, name=name, seed=0)
-            bursts = Bursts(products, clock_for(device))
+            bursts = Bursts(products, accelerator(device).clock())
             _burn(products, bursts, series, interval_seconds, during, progress, accelerator(device).now)
     except WrongResult as error:
         raise WrongResult(f"{error}; {series.progress_text}") from error

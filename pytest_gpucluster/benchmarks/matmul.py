@@ -20,7 +20,7 @@ from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.dtypes import Arithmetic, arithmetic, require_fp8, require_switches
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, element_text
-from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import WrongResult
@@ -420,7 +420,7 @@ def measure_matmul(
     name = f"{device}: matmul {dtype} {buffers.name}"
     with numerics(buffers.kind.float32_precision):
         products = Products(device, buffers, name=name, seed=0)
-        rate = measure_rate(products, clock_for(device), sampling=sampling, during=during)
+        rate = measure_rate(products, accelerator(device).clock(), sampling=sampling, during=during)
     return MatmulResult(
         tflops=rate.per_second.scaled(shape.flops / 1e12),
         shape=shape,

@@ -31,7 +31,7 @@ from pytest_gpucluster.benchmarks.matmul import (
     prepare_shape,
 )
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
-from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, StoreError
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -205,7 +205,7 @@ def search_matmul(
 @releases_memory()
 def _trial(device: torch.device, buffers: Buffers, name: str, warmup_seconds: float, trial_seconds: float) -> float:
     # Of another seed than the measurement, which has operands of its own.
-    bursts = Bursts(Products(device, buffers, name=name, seed=1), clock_for(device))
+    bursts = Bursts(Products(device, buffers, name=name, seed=1), accelerator(device).clock())
     with counted(WARM_UP):
         bursts.warm_up(warmup_seconds)
         count = bursts.operations_in(trial_seconds / BLOCKS)

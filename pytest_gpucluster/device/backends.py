@@ -167,15 +167,6 @@ def accelerator(device: torch.device) -> Accelerator:
     return BACKENDS[device.type](device)
 
 
-def clock_for(device: torch.device) -> Clock:
-    """Return a clock of a device's own.
-
-    Raises:
-        ValueError: there is no back end for this type of device.
-    """
-    return accelerator(device).clock()
-
-
 def return_memory() -> None:
     """Return what torch's allocator keeps to the devices. Does nothing where CUDA was never used."""
     torch.cuda.empty_cache()

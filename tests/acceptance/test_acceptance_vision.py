@@ -1,7 +1,6 @@
 """The vision criteria themselves, run by torchrun over gloo: what they accept, and how each fault fails them."""
 
 import sys
-from dataclasses import replace
 
 import image_files
 import planted_runs
@@ -11,7 +10,6 @@ from programs import needs_modules
 from torch import nn
 
 from pytest_gpucluster.benchmarks.vision import throughput
-from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS
 
 pytestmark = needs_modules("transformers", "PIL")
 
@@ -87,7 +85,7 @@ def test_a_broken_image_is_an_error_that_names_its_file(suite, monkeypatch):
     folder = image_files.write_image_folder(suite.path / "data", classes=2, images=8)
     (folder / "n0001" / "3.png").write_bytes(b"<html>not found</html>")
     small = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 2))
-    monkeypatch.setattr(throughput, "COMPONENTS", replace(COMPONENTS, make=lambda *given, **more: small))
+    monkeypatch.setattr(throughput, "make_resnet", lambda *given, **more: small)
     options = (f"--gpucluster-data=images={folder}", "--gpucluster-workload=vision.workers=0")
     left = suite.run("-k=data and resnet18", *options)
     [found] = left.journal.results

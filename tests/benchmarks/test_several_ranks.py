@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from device_parts import device_with
 from forked_ranks import CPU, on_ranks, outcome
 
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
-from pytest_gpucluster.benchmarks.training import parity_check, scaling, throughput
+from pytest_gpucluster.benchmarks.training import parity_check, scaling
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
 from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS
 from pytest_gpucluster.benchmarks.training.sharding import layout_defect, mesh_of, shard
@@ -113,12 +114,10 @@ def train_at_rates(rank):
     setup = Setup(geometry=GEOMETRY, strategy="ddp", batch=2, compiled=False, recompute=False, workers=0, prefetch=1)
     sampling = Sampling(warmup_seconds=0, window_seconds=8, longest_seconds=16, tolerance_ratio=0.1)
     # Alone rank 2 takes twice as long as the others; in the group each step takes what its slowest rank does, and more.
-    clocks = [lambda device: Ticking(2.0 if rank == 2 else 1.0), lambda device: Ticking(2.5)]
-    pieces = [replace(throughput.COMPONENTS, clock=clock) for clock in clocks]
-    throughput.COMPONENTS = pieces[0]
-    alone = scaling.rates(group(), None, CPU, setup, sampling=sampling)
-    throughput.COMPONENTS = pieces[1]
-    shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling)
+    with device_with(clock=lambda: Ticking(2.0 if rank == 2 else 1.0)):
+        alone = scaling.rates(group(), None, CPU, setup, sampling=sampling)
+    with device_with(clock=lambda: Ticking(2.5)):
+        shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling)
     medians = [[one.median for one in found.of_rank] for found in (alone, shared)]
     return alone.slowest, medians, scaling.efficiency(shared.of_rank, alone.of_rank).median
 

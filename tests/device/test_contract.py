@@ -6,7 +6,7 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.device.backends import BACKENDS, Cpu, Cuda, accelerator, clock_for, return_memory
+from pytest_gpucluster.device.backends import BACKENDS, Cpu, Cuda, accelerator, return_memory
 from pytest_gpucluster.device.clock import EventClock, WallClock
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -116,8 +116,8 @@ def test_its_kind_names_what_the_bits_depend_on(by):
 
 def test_each_type_of_device_has_its_back_end_and_its_clock():
     assert {"cuda": Cuda, "cpu": Cpu}.items() <= BACKENDS.items()
-    assert isinstance(clock_for(CPU), WallClock)
-    assert isinstance(clock_for(GPU), EventClock)
+    assert isinstance(accelerator(CPU).clock(), WallClock)
+    assert isinstance(accelerator(GPU).clock(), EventClock)
 
 
 @of_each("place", ["meta", "mps"])

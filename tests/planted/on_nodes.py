@@ -6,12 +6,12 @@ A fault is the word for it. Each test starts from what is healthy.
 import errno
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
 
+from pytest_gpucluster import files
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
 from pytest_gpucluster.files import Mount
 from pytest_gpucluster.node import name_resolution, network, pci, sysfs
@@ -38,7 +38,8 @@ def pytest_runtest_setup(item):
         os.environ["GLOO_SOCKET_IFNAME"] = "bond7"
     checkpoint.VISIBILITY_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
     consistency._MOST_SECONDS_EACH = 0.02
-    consistency.OPERATIONS = replace(HONEST, **BROKEN.get(FAULT, {}))
+    for name, honest in HONEST.items():
+        setattr(files if name == "read_mounts" else consistency, name, BROKEN.get(FAULT, {}).get(name, honest))
     sysfs.ROOT = ROOT / "host" / fault_of(item) if criterion_of(item) == "test_host" else Path("/")
 
 
@@ -78,7 +79,10 @@ class Silent(Quick):
 # ---- file system -----------------------------------------------------------------------------------------------------
 
 honest_seen_seconds = checkpoint.VISIBILITY_SECONDS
-HONEST = consistency.OPERATIONS
+HONEST = {
+    name: getattr(consistency, name)
+    for name in ("write_probe", "read_probe", "read_renamed", "write_small", "read_small", "statvfs")
+} | {"read_mounts": files.read_mounts}
 OTHER = Mount(point="/", kind="nfs4", source="server:/other", root="/", options=("rw",))
 GONE = Mount(point="/gone", kind="nfs4", source="server:/gone", root="/", options=("rw",))
 kept, count = {}, [0]
@@ -89,7 +93,7 @@ def old(path):
 
 
 def elsewhere(path, content):
-    consistency.write_probe(path.with_suffix(".elsewhere"), content)
+    HONEST["write_probe"](path.with_suffix(".elsewhere"), content)
 
 
 def flipped(path):
@@ -126,8 +130,8 @@ BROKEN = {
     "flipped": {"read_probe": flipped},
     "missing": {"read_renamed": sometimes_missing},
     "torn": {"read_renamed": lambda path: path.read_bytes()[:4096]},
-    "other": {"mounts": lambda: (OTHER,)},
-    "stale": {"mounts": lambda: (*HONEST.mounts(), GONE), "statvfs": stale},
+    "other": {"read_mounts": lambda: (OTHER,)},
+    "stale": {"read_mounts": lambda: (*HONEST["read_mounts"](), GONE), "statvfs": stale},
     "full": {"write_small": full},
     "space": {"statvfs": nearly_full},
 }

@@ -13,6 +13,12 @@ RANKS = int(os.environ["WORLD_SIZE"])
 ON_LAST = int(os.environ["RANK"]) == RANKS - 1
 
 
+def plant_parts(request, module, **parts):
+    """Put these in the place of a module's own, for one test."""
+    for name, part in parts.items():
+        request.getfixturevalue("monkeypatch").setattr(module, name, part)
+
+
 def nan(*given):
     """A loss that is no number."""
     return token_mean(*given) * (math.nan if ON_LAST else 1.0)

@@ -3,14 +3,14 @@
 import errno
 import os
 import shutil
-from dataclasses import replace
 
 import torch
+from parts import plant_parts
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from pytest_gpucluster.benchmarks.storage import bandwidth, checkpoint, resume
 from pytest_gpucluster.benchmarks.storage import bandwidth as storage
+from pytest_gpucluster.benchmarks.storage import checkpoint, resume
 from pytest_gpucluster.errors import WrongResult
 
 CASES = {
@@ -25,7 +25,7 @@ CASES = {
 }
 ON_RANK_1 = os.environ["RANK"] == "1"
 VISIBILITY_SECONDS = checkpoint.VISIBILITY_SECONDS
-RESUME, STORE, BANDWIDTH = resume.COMPONENTS, checkpoint.COMPONENTS, bandwidth.COMPONENTS
+WRITE_FILE, WRITE_SHARDS = storage.write_file, checkpoint.write_shards
 
 
 def damaging(damage):
@@ -36,7 +36,7 @@ def damaging(damage):
             damage(saved / "__1_0.distcp")
         return saved
 
-    return replace(RESUME, save=save)
+    return save
 
 
 def change(path):
@@ -94,37 +94,40 @@ def write_over_older(state, folder, group):
     if torch.distributed.get_rank(group) == 0:
         for older in folder.parent.glob("step-*"):
             shutil.rmtree(older)
-    checkpoint.write_shards(state, folder, group)
+    WRITE_SHARDS(state, folder, group)
 
 
 def writing(spoil, *, on_rank_1=True):
     def write(path, size_bytes, contents):
-        seconds = storage.write_file(path, size_bytes, contents)
+        seconds = WRITE_FILE(path, size_bytes, contents)
         if ON_RANK_1 or not on_rank_1:
             seconds = spoil(path) or seconds
         return seconds
 
-    return replace(BANDWIDTH, write=write)
+    return write
 
 
-NONE = (RESUME, STORE, BANDWIDTH)
-FAULTS = {
-    "none": NONE,
-    "truncated": (damaging(lambda path: os.truncate(path, 1000)), STORE, writing(lambda path: os.truncate(path, 8192))),
-    "missing": (damaging(os.unlink), STORE, BANDWIDTH),
-    "changed": (damaging(change), STORE, writing(change)),
-    "moments": (replace(RESUME, load=without_moments), STORE, BANDWIDTH),
-    "rows": (replace(RESUME, load=other_rows), STORE, BANDWIDTH),
-    "rate": (replace(RESUME, load=other_rate), STORE, BANDWIDTH),
-    "lenient": (replace(RESUME, load=lenient), STORE, BANDWIDTH),
-    "alone": (replace(RESUME, load=wrong_alone), STORE, BANDWIDTH),
-    "full": (RESUME, replace(STORE, write=write_to_full), BANDWIDTH),
-    "older": (RESUME, replace(STORE, write=write_over_older), BANDWIDTH),
-    "slow": (RESUME, STORE, writing(lambda path: 1000.0)),
-    "unshared": (RESUME, STORE, writing(lambda path: os.rename(path, path.with_suffix(".elsewhere")))),
+RESUMING = {
+    "truncated": {"save": damaging(lambda path: os.truncate(path, 1000))},
+    "missing": {"save": damaging(os.unlink)},
+    "changed": {"save": damaging(change)},
+    "moments": {"load": without_moments},
+    "rows": {"load": other_rows},
+    "rate": {"load": other_rate},
+    "lenient": {"load": lenient},
+    "alone": {"load": wrong_alone},
+}
+STORING = {"full": {"write_shards": write_to_full}, "older": {"write_shards": write_over_older}}
+WRITING = {
+    "truncated": writing(lambda path: os.truncate(path, 8192)),
+    "changed": writing(change),
+    "slow": writing(lambda path: 1000.0),
+    "unshared": writing(lambda path: os.rename(path, path.with_suffix(".elsewhere"))),
 }
 
 
 def plant(fault, request):
     checkpoint.VISIBILITY_SECONDS = 0.5 if fault == "unshared" else VISIBILITY_SECONDS
-    resume.COMPONENTS, checkpoint.COMPONENTS, bandwidth.COMPONENTS = FAULTS[fault]
+    plant_parts(request, resume, **RESUMING.get(fault, {}))
+    plant_parts(request, checkpoint, **STORING.get(fault, {}))
+    plant_parts(request, storage, write_file=WRITING.get(fault, WRITE_FILE))

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.clock import ManualClock
 
 REGION_SECONDS = 0.1
@@ -30,8 +31,9 @@ class PlantedClock(ManualClock):
 CLOCK = PlantedClock()
 
 
-def clock_for(device):
-    return CLOCK
+def plant_time(request):
+    """Let the device have this clock, for one test."""
+    request.getfixturevalue("monkeypatch").setattr(Cpu, "clock", lambda by: CLOCK)
 
 
 def delayed(batches):

@@ -4,14 +4,14 @@ import os
 from dataclasses import replace
 
 import torch.distributed as dist
-from parts import nan
-from planted_clock import CLOCK, SLOW_SECONDS, clock_for, delayed
+from parts import nan, plant_parts
+from planted_clock import CLOCK, SLOW_SECONDS, delayed, plant_time
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from pytest_gpucluster.benchmarks import collectives
-from pytest_gpucluster.benchmarks.training import throughput
+from pytest_gpucluster.benchmarks.training import step, throughput
+from pytest_gpucluster.benchmarks.training.data import endless_batches
 from pytest_gpucluster.benchmarks.training.step import PARTS
-from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
 from pytest_gpucluster.device.backends import Cpu
 
 NODE, FABRIC, TOTAL = ("test_scaling[node]", "test_scaling[fabric]", "test_scaling[total]")
@@ -45,7 +45,7 @@ def waiting_longer(group, bucket):
 
 
 def replicate(model, device, group, hook=waiting):
-    replica = COMPONENTS.replicate(model, device, group)
+    replica = step.replicate(model, device, group)
     replica.register_comm_hook(group, hook)
     return replica
 
@@ -55,12 +55,12 @@ def slow_fabric(model, device, group):
 
 
 def slow_rank(*arguments, **more):
-    batches = COMPONENTS.batches(*arguments, **more)
+    batches = endless_batches(*arguments, **more)
     return delayed(batches) if RANK == 3 else batches
 
 
 def slow_alone(*arguments, count, **more):
-    batches = COMPONENTS.batches(*arguments, count=count, **more)
+    batches = endless_batches(*arguments, count=count, **more)
     return delayed(batches) if count == 1 else batches
 
 
@@ -70,24 +70,24 @@ def slow_sum(sent, received, group):
     SUM(sent, received, group)
 
 
-PLANTED = replace(COMPONENTS, clock=clock_for, replicate=replicate)
 FOUND = {
-    "none": PLANTED,
-    "huge": PLANTED,
-    "full": PLANTED,
-    "rank": replace(PLANTED, batches=slow_rank),
-    "fabric": replace(PLANTED, replicate=slow_fabric),
-    "alone": replace(PLANTED, batches=slow_alone),
-    "nan": replace(PLANTED, step=replace(PARTS, loss=nan)),
+    "none": {},
+    "huge": {},
+    "full": {},
+    "rank": {"endless_batches": slow_rank},
+    "fabric": {"replicate": slow_fabric},
+    "alone": {"endless_batches": slow_alone},
+    "nan": {},
 }
 planted = []
 
 
 def plant(fault, request):
-    throughput.COMPONENTS = FOUND[fault]
+    plant_time(request)
+    plant_parts(request, throughput, **{"replicate": replicate} | FOUND[fault])
+    plant_parts(request, step, PARTS=replace(PARTS, loss=nan) if fault == "nan" else PARTS)
     Cpu.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
     request.addfinalizer(lambda: setattr(Cpu, "free_bytes", FREE_BYTES))
-    collectives.clock_for = clock_for
     collectives.CALLS["all_reduce"] = slow_sum if fault == "fabric" else SUM
     if "known" in request.fixturenames and fault not in planted[-1:]:
         request.getfixturevalue("known").clear()  # what was measured beside another fault

@@ -4,13 +4,13 @@ import itertools
 import os
 from dataclasses import replace
 
-from parts import ON_LAST, nan, unsynchronized
-from planted_clock import CLOCK, clock_for, delayed
+from parts import ON_LAST, nan, plant_parts, unsynchronized
+from planted_clock import CLOCK, delayed, plant_time
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from pytest_gpucluster.benchmarks.training import throughput
+from pytest_gpucluster.benchmarks.training import step, throughput
+from pytest_gpucluster.benchmarks.training.data import endless_batches
 from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step
-from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
 from pytest_gpucluster.benchmarks.training.throughput_setup import compile_blocks
 
 BOTH = ("none", "nan", "frozen")
@@ -29,22 +29,15 @@ WORKLOADS = {
 }
 
 
-def with_step(**parts):
-    return replace(PLANTED, step=replace(PARTS, **parts))
-
-
 def meeting(group, bucket):
     CLOCK.meet(group)
     return allreduce_hook(group, bucket)
 
 
 def timed(model, device, group):
-    replica = COMPONENTS.replicate(model, device, group)
+    replica = step.replicate(model, device, group)
     replica.register_comm_hook(group, meeting)
     return replica
-
-
-PLANTED = replace(COMPONENTS, clock=clock_for, replicate=timed)
 
 
 def frozen(model, optimizer):
@@ -65,12 +58,12 @@ def skipping():
 
 
 def half(*arguments, **more):
-    for rows in PLANTED.batches(*arguments, **more):
+    for rows in endless_batches(*arguments, **more):
         yield rows[:2] if ON_LAST else rows
 
 
 def slow(*arguments, **more):
-    batches = PLANTED.batches(*arguments, **more)
+    batches = endless_batches(*arguments, **more)
     return delayed(batches) if ON_LAST else batches
 
 
@@ -80,21 +73,23 @@ def without_a_compiler(model):
         block.compile(fullgraph=True, dynamic=False, backend="eager")
 
 
+STEPS = {
+    "nan": lambda: {"loss": nan},
+    "frozen": lambda: {"update": frozen},
+    "idle": lambda: {"update": lambda model, optimizer: None},
+    "skips": lambda: {"update": skipping()},
+}
 FAULTS = {
-    "none": lambda: PLANTED,
-    "compiled": lambda: replace(PLANTED, missing_compiler=lambda device: ""),
-    "huge": lambda: PLANTED,
-    "nan": lambda: with_step(loss=nan),
-    "frozen": lambda: with_step(update=frozen),
-    "idle": lambda: with_step(update=lambda model, optimizer: None),
-    "skips": lambda: with_step(update=skipping()),
-    "nosync": lambda: replace(PLANTED, replicate=unsynchronized),
-    "half": lambda: replace(PLANTED, batches=half),
-    "slow": lambda: replace(PLANTED, batches=slow),
-    "nocompiler": lambda: replace(PLANTED, missing_compiler=lambda device: "none found" if ON_LAST else ""),
+    "compiled": {"missing_compiler": lambda device: ""},
+    "nosync": {"replicate": unsynchronized},
+    "half": {"endless_batches": half},
+    "slow": {"endless_batches": slow},
+    "nocompiler": {"missing_compiler": lambda device: "none found" if ON_LAST else ""},
 }
 
 
 def plant(fault, request):
-    throughput.COMPONENTS = FAULTS[fault]()
+    plant_time(request)
+    plant_parts(request, throughput, **{"replicate": timed} | FAULTS.get(fault, {}))
+    plant_parts(request, step, PARTS=replace(PARTS, **STEPS.get(fault, dict)()))
     throughput.compile_blocks = compile_blocks if "COMPILER" in os.environ else without_a_compiler

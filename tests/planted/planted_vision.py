@@ -3,17 +3,16 @@
 import math
 import os
 import signal
-from dataclasses import replace
 from functools import partial
 
 import torch
-from parts import ON_LAST, unsynchronized
-from planted_clock import CLOCK, clock_for
+from parts import ON_LAST, plant_parts, unsynchronized
+from planted_clock import CLOCK, plant_time
 from torch import nn
 
 from pytest_gpucluster.benchmarks.vision import throughput
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches
-from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS, NETWORKS, Network, class_mean
+from pytest_gpucluster.benchmarks.vision.throughput import NETWORKS, Network, class_mean
 
 CASES = {
     "1x2": {
@@ -72,18 +71,18 @@ def little():
     return 1, 2**26, 2**20 if ON_LAST else 2**16
 
 
-PLANTED = replace(COMPONENTS, clock=clock_for)
-SMALL = replace(PLANTED, make=small)
+SMALL = {"make_resnet": small}
 PARTS = {
-    "none": PLANTED,
+    "none": {},
     "small": SMALL,
-    "nan": replace(SMALL, loss=nan),
-    "nosync": replace(SMALL, replicate=unsynchronized),
-    "slow": replace(SMALL, batches=Slow),
-    "death": replace(SMALL, batches=partial(of, Dying)),
-    "shm": replace(SMALL, inspect=little),
+    "nan": SMALL | {"class_mean": nan},
+    "nosync": SMALL | {"replicate": unsynchronized},
+    "slow": SMALL | {"ImageBatches": Slow},
+    "death": SMALL | {"ImageBatches": partial(of, Dying)},
+    "shm": SMALL | {"inspect_shared_memory": little},
 }
 
 
 def plant(fault, request):
-    throughput.COMPONENTS = PARTS[fault]
+    plant_time(request)
+    plant_parts(request, throughput, **PARTS[fault])

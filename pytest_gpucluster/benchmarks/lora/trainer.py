@@ -31,7 +31,7 @@ from pytest_gpucluster.benchmarks.training.parity import Share
 from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard, watch_gradients
 from pytest_gpucluster.benchmarks.training.step import accumulate, adamw, clip_gradients, optimizer_step
 from pytest_gpucluster.benchmarks.training.throughput_setup import lacking_compiler, missing_compiler
-from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.loss_curve import Point
 
@@ -228,7 +228,7 @@ class Trainer:
                 self._largest, gradient.detach().abs().max().float(), out=self._largest
             ),
         )
-        self._clock, self._by = clock_for(device), accelerator(device)
+        self._clock, self._by = accelerator(device).clock(), accelerator(device)
         most = -(-recipe.global_batch // self.ranks.count) * self.sequence  # the ranks wait for who has the most blocks
         self._flops = most * base.flops_per_token(self.sequence)
 

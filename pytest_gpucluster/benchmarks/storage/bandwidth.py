@@ -211,17 +211,6 @@ class Bandwidth:
     file_system: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The replaceable parts of the timed work: tests inject a faulty one."""
-
-    write: Callable[[Path, int, Contents], float] = write_file
-    read: Callable[..., FileRead] = read_file
-
-
-COMPONENTS = Components()
-
-
 @releases_memory()
 def storage_bandwidth(
     group: dist.ProcessGroup,
@@ -286,7 +275,7 @@ class _Passes:
         for number in range(passes):
             mine, other = (self._folder / f"pass-{number}-rank-{rank:05d}.bin" for rank in (self._rank, self._other))
             try:
-                seconds = on_all_ranks(self._group, partial(COMPONENTS.write, mine, self._file_bytes, self._mine))
+                seconds = on_all_ranks(self._group, partial(write_file, mine, self._file_bytes, self._mine))
                 written.append(self._file_bytes / seconds[self._rank])
                 if number == 0:
                     direct = all(on_all_ranks(self._group, partial(self._reads_directly, other)))
@@ -321,7 +310,7 @@ class _Passes:
         return reads_directly(wait_for(path))
 
     def _read(self, path: Path, *, direct: bool) -> FileRead:
-        return COMPONENTS.read(wait_for(path), self._file_bytes, self._others, direct=direct)
+        return read_file(wait_for(path), self._file_bytes, self._others, direct=direct)
 
     def _begin(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -209,17 +209,6 @@ def publish(partial: Path, path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)  # the next save tries again
 
 
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The replaceable parts of saving: tests inject a faulty one."""
-
-    write: Callable[[dict[str, Any], Path, dist.ProcessGroup], None] = write_shards
-    publish: Callable[[Path, Path], None] = publish
-
-
-COMPONENTS = Components()
-
-
 def save(
     folder: Path,
     step: int,
@@ -230,7 +219,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     trained_only: bool = False,
     keep: int = KEEP,
-    components: Components | None = None,
+    publish: Callable[[Path, Path], None] = publish,
 ) -> Path:
     """Save model and optimizer as the checkpoint of a step, and return its folder.
 
@@ -250,23 +239,23 @@ def save(
             be JSON. The first rank's counts.
         trained_only: leave out weights that are frozen.
         keep: number of checkpoints to keep, at least 1.
-        components: by default ``COMPONENTS`` of this module.
+        publish: renames the whole checkpoint to its final name.
 
     Raises, on all ranks alike:
         EnvironmentBroken: the file system is full, not shared, or fails otherwise.
         ValueError: an argument is out of its range.
     """
-    used, given = components or COMPONENTS, dict(extra or {})
+    given = dict(extra or {})
     on_all_ranks(group, lambda: _check_arguments(step, optimizer, given, keep))
     partial = Path(on_first_rank(group, lambda: str(_begin(folder, step))))
     on_all_ranks(group, lambda: wait_for(partial))
     state = _state(model, optimizer, _options(trained_only))
     with _same_error(f"the checkpoint of step {step} could not be written to {partial}", group):
-        used.write(state, partial, group)
+        write_shards(state, partial, group)
     files = _digest_files(partial, group)
     whole = Manifest(step=step, world_size=dist.get_world_size(group), extra=given, files=files)
     path = partial.with_name(f"step-{step:08d}")
-    on_first_rank(group, lambda: _finish(partial, path, whole, used, keep))
+    on_first_rank(group, lambda: _finish(partial, path, whole, publish, keep))
     return path
 
 
@@ -386,10 +375,10 @@ def _require_complete(partial: Path, files: Mapping[str, FileDigest]) -> None:
         raise EnvironmentBroken(f"{partial}: {', '.join(missing[:4])} is missing right after it was written")
 
 
-def _finish(partial: Path, path: Path, whole: Manifest, used: Components, keep: int) -> None:
+def _finish(partial: Path, path: Path, whole: Manifest, publish: Callable[[Path, Path], None], keep: int) -> None:
     write_manifest(partial, whole)
     _sync(partial)
-    used.publish(partial, path)
+    publish(partial, path)
     older = _published(path.parent)
     older.pop(whole.step)
     for _, old in sorted(older.items())[: max(0, len(older) + 1 - keep)]:

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-from pytest_gpucluster.files import Mount, read_mounts
 
 FILE_BYTES = 16384
 """Several pages, so that a part of a file can be seen."""
@@ -46,25 +45,13 @@ def write_probe(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operations:
-    """The replaceable system calls, by what they are used for: tests inject a faulty one.
+read_probe = read_renamed = read_small = Path.read_bytes
+write_small, rename, statvfs = Path.write_bytes, os.replace, os.statvfs
+"""The system calls, by what they are used for: tests replace one of them.
 
-    Opening a file again, as each read does, makes an NFS client ask the server for its age. Source: nfs(5),
-    close-to-open cache consistency.
-    """
-
-    write_probe: Callable[[Path, bytes], None] = write_probe
-    read_probe: Callable[[Path], bytes] = Path.read_bytes
-    rename: Callable[[Path, Path], None] = os.replace
-    read_renamed: Callable[[Path], bytes] = Path.read_bytes
-    write_small: Callable[[Path, bytes], object] = Path.write_bytes
-    read_small: Callable[[Path], bytes] = Path.read_bytes
-    mounts: Callable[[], tuple[Mount, ...]] = read_mounts
-    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
-
-
-OPERATIONS = Operations()
+Opening a file again, as each read does, makes an NFS client ask the server for its age. Source: nfs(5), close-to-open
+cache consistency.
+"""
 
 
 @dataclass(kw_only=True)
@@ -144,7 +131,7 @@ def put_version(path: Path, version: int) -> None:
     new = path.with_name(f"{path.name}.new")
     with new.open("wb") as stream:
         stream.write(version_content(version))
-    OPERATIONS.rename(new, path)
+    rename(new, path)
 
 
 def replace_and_read(path: Path, renames: int, *, writes: bool) -> ReadCounts:
@@ -189,7 +176,7 @@ def _read(path: Path, renames: int, failed: Callable[[], bool]) -> ReadCounts:
         if time.monotonic() > changed + _IDLE_SECONDS:
             time.sleep(_IDLE_SECONDS / 100)
         try:
-            content = OPERATIONS.read_renamed(path)
+            content = read_renamed(path)
         except FileNotFoundError:
             found.broken["missing"] += 1
             continue
@@ -293,7 +280,7 @@ def read_until_visible(
         while True:
             found: bytes | None = None
             with suppress(FileNotFoundError):  # maybe not visible yet
-                found = OPERATIONS.read_probe(path)
+                found = read_probe(path)
             if found == due or time.monotonic() > begin + checkpoint.VISIBILITY_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)

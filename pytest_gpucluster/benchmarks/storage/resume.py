@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder
+from pytest_gpucluster.benchmarks.storage.checkpoint import load, make_unique_folder, save
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.fingerprint import relative, state_fingerprint
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
@@ -28,17 +28,6 @@ from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.stats import largest
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The replaceable parts of saving and loading: tests inject a faulty one."""
-
-    save: Callable[..., Path] = checkpoint.save
-    load: Callable[..., dict[str, Any]] = checkpoint.load
-
-
-COMPONENTS = Components()
 
 
 @releases_memory(cycles=True)
@@ -111,16 +100,14 @@ class _Check:
         consumed = self._steps * self._global_batch
         self._losses(training, self._group, consumed=0)
         extra = {"epoch": 0, "rows_consumed": consumed}
-        saved = COMPONENTS.save(
-            self._folder, self._steps, training.model, training.optimizer, group=self._group, extra=extra
-        )
+        saved = save(self._folder, self._steps, training.model, training.optimizer, group=self._group, extra=extra)
         state = _state_fingerprint(training)
         due = self._losses(training, self._group, consumed=consumed)
         self._interrupt(training, saved)
         del training
 
         def resume(other: Training, group: dist.ProcessGroup, how: str) -> float:
-            loaded = COMPONENTS.load(saved, other.model, other.optimizer, group=group)
+            loaded = load(saved, other.model, other.optimizer, group=group)
             found = _state_fingerprint(other)
             on_all_ranks(group, lambda: _require_same(found, state, loaded, extra, f"{saved}, {how}"))
             losses = self._losses(other, group, consumed=int(loaded["rows_consumed"]))
@@ -172,7 +159,7 @@ class _Check:
                 training.model,
                 training.optimizer,
                 group=self._group,
-                components=replace(checkpoint.COMPONENTS, publish=_interrupted),
+                publish=_interrupted,
             )
         except EnvironmentBroken as error:
             if _INTERRUPTED not in str(error):
@@ -187,7 +174,7 @@ class _Check:
             copy = self._folder / f"copy-{how}"
             name = on_first_rank(self._group, partial(_damaged, saved, copy, damage))
             try:
-                COMPONENTS.load(copy, training.model, training.optimizer, group=self._group)
+                load(copy, training.model, training.optimizer, group=self._group)
             except WrongResult as error:
                 if f"{copy / name} is {how}" not in str(error):
                     raise

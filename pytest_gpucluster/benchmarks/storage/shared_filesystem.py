@@ -62,12 +62,11 @@ def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SEC
 
     Raises: EnvironmentBroken if the folder itself cannot be inspected, or its file system does not respond.
     """
-    do = consistency.OPERATIONS
 
     def inspect() -> tuple[Path, os.statvfs_result]:
         folder.mkdir(parents=True, exist_ok=True)
         real = folder.resolve(strict=True)
-        return real, do.statvfs(str(real))
+        return real, consistency.statvfs(str(real))
 
     try:
         real, sizes = start_call(inspect)(answer_seconds)
@@ -77,12 +76,12 @@ def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SEC
             "server"
         ) from error
     try:
-        found = do.mounts()
+        found = files.read_mounts()
     except OSError as error:
         print(f"{host}: the mounts are unknown: {error}")
         found = ()
     network = [mount for mount in found if mount.is_network]
-    calls = [start_call(lambda mount=mount: do.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
+    calls = [start_call(lambda mount=mount: consistency.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
     # All at once: a server that is gone may have many of them.
     until = time.monotonic() + answer_seconds
     broken = []
@@ -195,12 +194,11 @@ def small_files_per_second(folder: Path, count: int) -> float:
         WrongResult: a file has another content, or the list is not complete.
         OSError: the file system fails.
     """
-    do = consistency.OPERATIONS
     folder.mkdir()
     begin = time.perf_counter()
     names = [f"{index:06d}" for index in range(count)]
     for name in names:
-        do.write_small(folder / name, _content(name))
+        consistency.write_small(folder / name, _content(name))
     listed = sorted(path.name for path in folder.iterdir())
     if listed != names:
         different = sorted(set(names) ^ set(listed))
@@ -208,7 +206,7 @@ def small_files_per_second(folder: Path, count: int) -> float:
             f"{folder}: {len(different)} of {count} files are listed wrongly, the first of them is {different[0]}"
         )
     for name in names:
-        if do.read_small(folder / name) != _content(name):
+        if consistency.read_small(folder / name) != _content(name):
             raise WrongResult(f"{folder / name} has another content than was written")
     for name in names:
         (folder / name).unlink()
@@ -308,7 +306,7 @@ class _Survey:
         """Write this node's file, and read those of other nodes. All have read before a node overwrites."""
         content = consistency.turn_content(self._node, turn, file_bytes)
         path, others = consistency.path_of(folder, self._node), consistency.nodes_to_read(self._node, self._count)
-        self._on_nodes(lambda: consistency.OPERATIONS.write_probe(path, content))
+        self._on_nodes(lambda: consistency.write_probe(path, content))
         self._on_nodes(
             lambda: consistency.read_until_visible(
                 seen, folder, others, turn=turn, size_bytes=file_bytes, hosts=self._host_of

@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -242,15 +242,9 @@ _CODES = {"exit": EXIT_CODE, "kill": -9}
 may replace it when the interpreter ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The replaceable parts of the job: tests inject a faulty one."""
-
-    launcher: Sequence[str] = (sys.executable, "-m", "torch.distributed.run")
-    module: str = __name__
-
-
-COMPONENTS = Components()
+LAUNCHER: Sequence[str] = (sys.executable, "-m", "torch.distributed.run")
+MODULE = __name__
+"""Of a rank. Tests put others in the place of both."""
 
 
 def check_propagation(
@@ -308,8 +302,8 @@ def check_propagation(
         "folder": str(folder),
         "seconds": start_seconds + 2 * end_seconds,
     }
-    options = ["--standalone", f"--nproc-per-node={ranks}", "-m", COMPONENTS.module]
-    command = [*COMPONENTS.launcher, *options, json.dumps(job)]
+    options = ["--standalone", f"--nproc-per-node={ranks}", "-m", MODULE]
+    command = [*LAUNCHER, *options, json.dumps(job)]
     with counted(MEASURING), ChildJob(command, child_environment(os.environ, visible), folder / "output.txt") as child:
         return _Watch(child, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
 

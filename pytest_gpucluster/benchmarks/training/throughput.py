@@ -17,14 +17,11 @@ from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS, NO_CONTEXT
 from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import endless_batches
-from pytest_gpucluster.benchmarks.training.model import Decoder, make_decoder, missing_flash_attention, on_meta
+from pytest_gpucluster.benchmarks.training.model import make_decoder, missing_flash_attention, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import allocate, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import (
     COMMUNICATION,
     GATHERED_BYTES,
-    PARTS,
-    Parts,
-    Replicate,
     StepResult,
     Training,
     replicate,
@@ -40,8 +37,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
     lacking_compiler,
     missing_compiler,
 )
-from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series
 from pytest_gpucluster.metrics.stats import median, percentile
@@ -62,21 +58,6 @@ MOST_STEPS = 10_000
 
 Progress = Callable[..., None]
 """``progress(step, of, **figures)``: for the display."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The replaceable parts of the measured training: tests inject a faulty one."""
-
-    make: Callable[..., Decoder] = make_decoder
-    replicate: Replicate = replicate
-    batches: Callable[..., Iterator[torch.Tensor]] = endless_batches
-    missing_compiler: Callable[[torch.device], str] = missing_compiler
-    step: Parts = PARTS
-    clock: Callable[[torch.device], Clock] = clock_for
-
-
-COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,14 +235,14 @@ class _Steps:
         instead = "choose a smaller batch or model for this test by --gpucluster-workload"
         require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
         kept = setup.kept(self._by)
-        why = lacking_compiler(ranks, device, COMPONENTS.missing_compiler) if kept.compiled else ""
+        why = lacking_compiler(ranks, device, missing_compiler) if kept.compiled else ""
         if why:
             self._notes.append(f"no compiler, ran eager: {why}")
         self._compiled = setup.compiled and not why
         if slow_attention := missing_flash_attention(device, setup.geometry):
             self._notes.append(f"no flash attention: {slow_attention}")
         self._training = self._make(kept)
-        self._batches = COMPONENTS.batches(
+        self._batches = endless_batches(
             kept.geometry,
             device,
             rank=ranks.index,
@@ -270,12 +251,12 @@ class _Steps:
             workers=kept.workers,
             prefetch=kept.prefetch,
         )
-        self._clock, self._evidence = COMPONENTS.clock(device), Evidence(ranks, kept, self._training)
+        self._clock, self._evidence = self._by.clock(), Evidence(ranks, kept, self._training)
 
     def _make(self, kept: Setup) -> Training:
         """Create model and optimizer: blocks are recomputed, compiled, then shared, in this order."""
-        made, device, group, replicated = COMPONENTS, self._device, self._ranks.group, kept.strategy == "ddp"
-        whole = made.make(kept.geometry, device, seed=0, drawn_on=device) if replicated else on_meta(kept.geometry)
+        device, group, replicated = self._device, self._ranks.group, kept.strategy == "ddp"
+        whole = make_decoder(kept.geometry, device, seed=0, drawn_on=device) if replicated else on_meta(kept.geometry)
         if kept.recompute:
             whole.recompute()
         if kept.compiled and self._compiled:
@@ -285,10 +266,9 @@ class _Steps:
             assert group is not None
             model = allocate(shard(whole, mesh_of(group, device)), device, seed=0, rank=self._ranks.index)
         elif group is not None and self._ranks.count > 1:
-            model = made.replicate(whole, device, group)
+            model = replicate(whole, device, group)
         # A sharded model casts by itself.
-        precision = "bf16" if replicated else "own"
-        return Training(model, device, precision=precision, learning_rate=LEARNING_RATE, parts=made.step)
+        return Training(model, device, precision="bf16" if replicated else "own", learning_rate=LEARNING_RATE)
 
     def measure(
         self, during: AbstractContextManager[object], progress: Progress, ready: Callable[[], object]

@@ -22,16 +22,14 @@ from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_
 from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
 from pytest_gpucluster.benchmarks.training.loader import (
     Batches,
-    Inspect,
     inspect_shared_memory,
     needed_bytes,
     require_shared_memory,
 )
-from pytest_gpucluster.benchmarks.training.step import STATE_BYTES, Replicate, Update, optimizer_step, replicate
+from pytest_gpucluster.benchmarks.training.step import STATE_BYTES, optimizer_step, replicate
 from pytest_gpucluster.benchmarks.training.throughput import SteadySteps
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images
-from pytest_gpucluster.device.backends import accelerator, clock_for
-from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.sampling import Sampling, Series
@@ -183,22 +181,6 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Components:
-    """The replaceable parts of such a training: tests inject a faulty one."""
-
-    make: Callable[..., nn.Module] = make_resnet
-    replicate: Replicate = replicate
-    batches: Callable[..., Batches] = ImageBatches
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = class_mean
-    update: Update = optimizer_step
-    inspect: Inspect = inspect_shared_memory
-    clock: Callable[[torch.device], Clock] = clock_for
-
-
-COMPONENTS = Components()
-
-
-@dataclass(frozen=True, kw_only=True)
 class ImageRate:
     """The result on this rank.
 
@@ -308,7 +290,7 @@ class _Training:
         self._failure: EnvironmentBroken | None = None
         self._batches: Batches | None = None
         self._batch: Any = None
-        self._clock = COMPONENTS.clock(self._device)
+        self._clock = self._by.clock()
         self._losses: list[float] = []
         self._waits: list[float] = []
 
@@ -318,7 +300,7 @@ class _Training:
         opened, setup = self._opened(images, sampling), self._setup
         sizes = (setup.batch * math.prod(opened.shape), 8 * setup.batch)  # uint8 and int64
         needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
-        require_shared_memory(self._ranks, node=node, needed=needed, inspect=COMPONENTS.inspect)
+        require_shared_memory(self._ranks, node=node, needed=needed, inspect=inspect_shared_memory)
         self._make(opened)
         steady = SteadySteps(self._ranks, self._steps, sampling, now=self._by.now)
         try:
@@ -384,17 +366,17 @@ class _Training:
             instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
         )
         narrow = _EMBEDDING // self._by.kept(_EMBEDDING, _KEPT_EMBEDDING)
-        self._model = COMPONENTS.make(setup.network, self._device, classes=classes, seed=0, narrow=narrow)
+        self._model = make_resnet(setup.network, self._device, classes=classes, seed=0, narrow=narrow)
         self._replica = self._model
         if self._group is not None:
-            self._replica = COMPONENTS.replicate(self._model, self._device, self._group)
+            self._replica = replicate(self._model, self._device, self._group)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def _start(self, images: Images) -> None:
         """Start the workers, and wait for the first batch of every rank."""
         setup, batch = self._setup, self._by.kept(self._setup.batch, _KEPT_BATCH)
         try:
-            self._batches = COMPONENTS.batches(
+            self._batches = ImageBatches(
                 images,
                 batch=batch,
                 workers=setup.workers if batch == setup.batch else 0,  # few images need none
@@ -426,10 +408,10 @@ class _Training:
         images, labels = (part.to(self._device, non_blocking=True) for part in batch)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
             logits = self._replica(as_input(images))
-        loss = COMPONENTS.loss(logits, labels)
+        loss = class_mean(logits, labels)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        COMPONENTS.update(self._model, self._optimizer)
+        optimizer_step(self._model, self._optimizer)
         return loss.detach()
 
     def _steps(self, count: int) -> list[float]:

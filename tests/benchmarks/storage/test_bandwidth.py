@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import namedtuple
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +12,6 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks.storage import bandwidth
 from pytest_gpucluster.benchmarks.storage.bandwidth import (
-    COMPONENTS,
     PAGE_BYTES,
     Contents,
     file_system_of,
@@ -32,8 +30,8 @@ SIZE = 4 * PAGE_BYTES
 def measure(group, tmp_path):
     """The measurement over a group of this process alone."""
 
-    def run(components=COMPONENTS, **more):
-        with patch.object(bandwidth, "COMPONENTS", components):
+    def run(write=write_file, **more):
+        with patch.object(bandwidth, "write_file", write):
             return storage_bandwidth(group, tmp_path, **{"hosts": ["a"], "file_bytes": SIZE, "passes": 2, **more})
 
     return run
@@ -50,7 +48,7 @@ def test_one_rank_reads_its_own_file_and_the_time_is_that_of_the_pieces(measure,
         return 0.5
 
     reports = []
-    found = measure(progress=lambda step, of: reports.append((step, of)), components=replace(COMPONENTS, write=write))
+    found = measure(progress=lambda step, of: reports.append((step, of)), write=write)
     assert found.written_bytes_per_second == (2 * SIZE, 2 * SIZE)
     assert len(found.read_bytes_per_second) == 2
     assert (found.verified_ratio, found.other_host) == (1.0, False)
@@ -65,7 +63,7 @@ def test_a_wrong_byte_is_found_and_no_file_is_left(measure, tmp_path):
         return seconds
 
     with pytest.raises(WrongResult, match=rf"pass-0-rank-00000\.bin at byte {SIZE - 8}: found"):
-        measure(components=replace(COMPONENTS, write=write))
+        measure(write=write)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.storage import checkpoint as manifest
-from pytest_gpucluster.benchmarks.storage.checkpoint import COMPONENTS, latest, load, make_unique_folder, save, wait_for
+from pytest_gpucluster.benchmarks.storage.checkpoint import latest, load, make_unique_folder, save, wait_for
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
@@ -63,8 +64,12 @@ def state(training):
     )
 
 
-def saved(training, folder, group, step=2, **more):
-    return save(folder, step, training.model, training.optimizer, group=group, **more)
+WRITE_SHARDS = checkpoint.write_shards
+
+
+def saved(training, folder, group, step=2, write=WRITE_SHARDS, **more):
+    with patch.object(checkpoint, "write_shards", write):
+        return save(folder, step, training.model, training.optimizer, group=group, **more)
 
 
 def loaded(training, path, group, **more):
@@ -157,21 +162,21 @@ def interrupted_between_names(partial, path):
 
 
 @pytest.mark.parametrize(
-    ("components", "step", "message"),
+    ("fault", "step", "message"),
     [
-        (replace(COMPONENTS, write=interrupted_write), 3, r"could not be written to .*rank 0: OSError: \[Errno 5\]"),
-        (replace(COMPONENTS, publish=interrupted_publish), 3, "InterruptedError: just before"),
-        (replace(COMPONENTS, publish=interrupted_between_names), 2, "InterruptedError: in between"),
+        ({"write": interrupted_write}, 3, r"could not be written to .*rank 0: OSError: \[Errno 5\]"),
+        ({"publish": interrupted_publish}, 3, "InterruptedError: just before"),
+        ({"publish": interrupted_between_names}, 2, "InterruptedError: in between"),
     ],
     ids=["while it writes", "before it publishes", "while it replaces"],
 )
-def test_an_interrupted_save_leaves_the_one_before(group, tmp_path, components, step, message):
+def test_an_interrupted_save_leaves_the_one_before(group, tmp_path, fault, step, message):
     training = made("sharded", group, steps=2)
     saved(training, tmp_path, group)
     before = state(training)
     train(training, 2)
     with pytest.raises(EnvironmentBroken, match=message):
-        saved(training, tmp_path, group, step, components=components)
+        saved(training, tmp_path, group, step, **fault)
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".partial-")]
     other = made("sharded", group, seed=1)
     assert loaded(other, latest(tmp_path), group) == {"step": 2}
@@ -185,20 +190,20 @@ def test_an_interrupted_save_leaves_the_one_before(group, tmp_path, components, 
 def test_a_rank_that_is_asked_to_end_while_it_writes_ends(group, tmp_path, monkeypatch):
     monkeypatch.setattr(Interrupting, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        saved(made("plain", group, steps=1), tmp_path, group, components=replace(COMPONENTS, write=interrupted_write))
+        saved(made("plain", group, steps=1), tmp_path, group, write=interrupted_write)
 
 
 def save_until_killed(rank, folder, when):
     def kill(*given):
         if when == "write":
-            checkpoint.write_shards(*given)
+            WRITE_SHARDS(*given)
             [shard] = given[1].glob("*.distcp")
             os.truncate(shard, 100)
         os.kill(os.getpid(), signal.SIGKILL)
 
     training = made("plain", dist.group.WORLD, steps=1)
     saved(training, folder, dist.group.WORLD, 1)
-    saved(training, folder, dist.group.WORLD, 2, components=replace(COMPONENTS, **{when: kill}))
+    saved(training, folder, dist.group.WORLD, 2, **{when: kill})
 
 
 @of_each("when", ["write", "publish"])
@@ -292,11 +297,11 @@ def test_a_checkpoint_of_another_model_or_format_is_refused(group, tmp_path, mon
 
 def test_a_shard_that_is_gone_right_after_it_was_written_is_no_checkpoint(group, tmp_path):
     def write(state, folder, group):
-        checkpoint.write_shards(state, folder, group)
+        WRITE_SHARDS(state, folder, group)
         largest(folder).unlink()
 
     with pytest.raises(EnvironmentBroken, match=r"__0_0\..*missing right"):
-        saved(made("plain", group, steps=1), tmp_path, group, components=replace(COMPONENTS, write=write))
+        saved(made("plain", group, steps=1), tmp_path, group, write=write)
     assert latest(tmp_path) is None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.storage import checkpoint, resume
-from pytest_gpucluster.benchmarks.storage.resume import COMPONENTS, check_resume
+from pytest_gpucluster.benchmarks.storage.resume import check_resume
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -24,8 +23,8 @@ def check(group, tmp_path):
     """The check over a group of this process alone."""
     sizes = {"fewer": None, "batch": 2, "steps": 2}
 
-    def run(components=COMPONENTS, **more):
-        with patch.object(resume, "COMPONENTS", components):
+    def run(save=checkpoint.save, **more):
+        with patch.object(resume, "save", save):
             return check_resume(group, torch.device("cpu"), GEOMETRY, tmp_path, **sizes | more)
 
     return run
@@ -50,7 +49,7 @@ def test_nothing_of_the_training_stays_alive(check, fails):
 
     kept = None
     try:
-        check(components=replace(COMPONENTS, save=save))
+        check(save=save)
     except WrongResult as error:
         kept = error  # with its traceback, as a report keeps it
     assert (kept is not None) == fails

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from each import of_each
 
+from pytest_gpucluster import files
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
 from pytest_gpucluster.benchmarks.storage.consistency import (
     FILE_BYTES,
@@ -43,11 +45,9 @@ from pytest_gpucluster.files import Mount
 @contextlib.contextmanager
 def operations(**faults: Any) -> Iterator[None]:
     """Put these system calls in place of the real ones."""
-    before, consistency.OPERATIONS = consistency.OPERATIONS, replace(consistency.OPERATIONS, **faults)
-    try:
+    mounts = faults.pop("mounts", files.read_mounts)
+    with patch.dict(vars(consistency), faults), patch.object(files, "read_mounts", mounts):
         yield
-    finally:
-        consistency.OPERATIONS = before
 
 
 # ---- small files

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,10 +16,8 @@ import torch
 
 from pytest_gpucluster.benchmarks.training import failure_propagation
 from pytest_gpucluster.benchmarks.training.failure_propagation import (
-    COMPONENTS,
     EXIT_CODE,
     ChildJob,
-    Components,
     check_propagation,
     child_environment,
     stamps_of,
@@ -114,7 +113,7 @@ def test_a_wait_has_a_deadline(tmp_path: Path) -> None:
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 
 
-def check(folder: Path, components: Components = COMPONENTS, **more: object) -> float:
+def check(folder: Path, launcher: Sequence[str] = failure_propagation.LAUNCHER, **more: object) -> float:
     settings: dict[str, object] = {
         "ranks": 2,
         "how": "exit",
@@ -125,7 +124,7 @@ def check(folder: Path, components: Components = COMPONENTS, **more: object) -> 
         "end_seconds": 60.0,
         **more,
     }
-    with patch.object(failure_propagation, "COMPONENTS", components):
+    with patch.object(failure_propagation, "LAUNCHER", launcher):
         return check_propagation(torch.device("cpu"), GEOMETRY, **settings)  # type: ignore[arg-type]  # by name
 
 
@@ -166,7 +165,7 @@ def message(*failures: tuple[int, int], root: int) -> str:
 def launched(folder: Path, text: str, **more: object) -> float:
     (folder / "launcher.py").write_text(LAUNCHER)
     (folder / "message.txt").write_text(text)
-    return check(folder, Components(launcher=(sys.executable, str(folder / "launcher.py"))), **more)
+    return check(folder, (sys.executable, str(folder / "launcher.py")), **more)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +199,8 @@ def test_a_launcher_that_does_not_say_who_it_was_is_rejected(tmp_path: Path, how
 
 
 def test_a_job_that_never_comes_as_far_is_an_error_after_its_time(tmp_path: Path) -> None:
-    sleeps = Components(launcher=("sh", "-c", "sleep 600"))
     with pytest.raises(EnvironmentBroken, match=r"after 0\.5 s \(rank 0: not started, rank 1: not st"):
-        check(tmp_path, start_seconds=0.5, components=sleeps)
+        check(tmp_path, ("sh", "-c", "sleep 600"), start_seconds=0.5)
 
 
 def test_the_gpus_of_the_job_are_those_of_the_nodes_ranks() -> None:

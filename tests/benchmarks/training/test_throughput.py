@@ -14,13 +14,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from device_parts import device_with
 from verdicts import world_of
 
+from pytest_gpucluster.benchmarks.training import step
 from pytest_gpucluster.benchmarks.training import throughput as module
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import PARTS, Training, optimizer_step
-from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS, throughput
+from pytest_gpucluster.benchmarks.training.throughput import throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import (
     Setup,
     compile_blocks,
@@ -44,9 +46,13 @@ def setup(**more):
     return Setup(geometry=GEOMETRY, **given | more)
 
 
-def alone(components=COMPONENTS, *, sampling=SAMPLING, progress=None, **more):
-    with patch.object(module, "COMPONENTS", components):
-        return throughput(None, CPU, setup(**more), sampling=sampling, progress=progress)
+def stepping(**parts):
+    """Let each step have these parts."""
+    return patch.object(step, "PARTS", replace(PARTS, **parts))
+
+
+def alone(*, sampling=SAMPLING, progress=None, **more):
+    return throughput(None, CPU, setup(**more), sampling=sampling, progress=progress)
 
 
 def test_a_rank_alone_is_measured_without_a_group():
@@ -70,8 +76,9 @@ def test_progress_is_reported_until_the_last_step_that_counts():
     assert {tuple(names) for _, _, names in reports} == {("loss", "tokens_per_second")}
 
 
-def test_a_setup_without_a_compiler_runs_eager_and_says_so():
-    found = alone(replace(COMPONENTS, missing_compiler=lambda device: "no g++"), compiled=True)
+def test_a_setup_without_a_compiler_runs_eager_and_says_so(monkeypatch):
+    monkeypatch.setattr(module, "missing_compiler", lambda device: "no g++")
+    found = alone(compiled=True)
     assert (found.compiled, found.notes) == (False, ("no compiler, ran eager: no g++",))
 
 
@@ -81,8 +88,8 @@ def test_no_flash_attention_is_noted(monkeypatch):
 
 
 def test_a_clock_that_stands_still_measures_nothing():
-    with pytest.raises(InconclusiveMeasurement, match=r"the clock.* 0 did not advance"):
-        alone(replace(COMPONENTS, clock=lambda device: ManualClock()))
+    with pytest.raises(InconclusiveMeasurement, match=r"the clock.* 0 did not advance"), device_with(clock=ManualClock):
+        alone()
 
 
 @pytest.mark.parametrize(
@@ -94,16 +101,16 @@ def test_a_clock_that_stands_still_measures_nothing():
     ids=["none", "twice"],
 )
 def test_an_optimizer_that_does_something_else_is_seen(update, message):
-    with pytest.raises(WrongResult, match=f"rank 0 has .*{message}"):
-        alone(replace(COMPONENTS, step=replace(PARTS, update=update)))
+    with pytest.raises(WrongResult, match=f"rank 0 has .*{message}"), stepping(update=update):
+        alone()
 
 
 def test_a_norm_that_is_not_finite_is_seen_although_every_loss_is():
     def clip(model):
         return PARTS.clip(model) * float("inf")
 
-    with pytest.raises(WrongResult, match=r"rank 0 .*gradients' norm.* 1"):
-        alone(replace(COMPONENTS, step=replace(PARTS, clip=clip)))
+    with pytest.raises(WrongResult, match=r"rank 0 .*gradients' norm.* 1"), stepping(clip=clip):
+        alone()
 
 
 def test_weights_that_stop_moving_are_named():
@@ -112,14 +119,18 @@ def test_weights_that_stop_moving_are_named():
             weight.grad = None if "norm" in name else weight.grad
         optimizer_step(model, optimizer)
 
-    with pytest.raises(WrongResult, match=r"3 of 9 .* not changed in \d+ steps: blocks\.0\.attention_norm\.weight, "):
-        alone(replace(COMPONENTS, step=replace(PARTS, update=update)))
+    with (
+        pytest.raises(WrongResult, match=r"3 of 9 .* not changed in \d+ steps: blocks\.0\.attention_norm\.weight, "),
+        stepping(update=update),
+    ):
+        alone()
 
 
 def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
     monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
+    monkeypatch.setattr(module, "make_decoder", None)
     with pytest.raises(EnvironmentBroken, match=r"rank 0: training 0\.06163M parameters by.* 1 ranks with 32 tokens"):
-        alone(replace(COMPONENTS, make=None))
+        alone()
 
 
 @pytest.mark.parametrize(
@@ -140,8 +151,8 @@ def test_what_the_step_runs_into_is_the_environment_s_fault_and_holds_no_model(e
         alive.append(weakref.ref(logits))
         raise error
 
-    with pytest.raises(EnvironmentBroken, match=message) as caught:
-        alone(replace(COMPONENTS, step=replace(PARTS, loss=loss)))
+    with pytest.raises(EnvironmentBroken, match=message) as caught, stepping(loss=loss):
+        alone()
     assert "by --gpucluster-workload" in str(caught.value)
     assert caught.value.__suppress_context__
     assert [ref() for ref in alive] == [None]
@@ -151,15 +162,15 @@ def test_any_other_error_stays_what_it_is():
     def loss(logits, targets):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        alone(replace(COMPONENTS, step=replace(PARTS, loss=loss)))
+    with pytest.raises(RuntimeError, match="illegal memory access"), stepping(loss=loss):
+        alone()
 
 
 def test_ranks_that_would_train_something_else_are_reported_on_all_of_them(monkeypatch):
     monkeypatch.setattr(module.Ranks, "name", lambda ranks, index: f"rank {index}")
     monkeypatch.setattr(module.Ranks, "gather_objects", lambda ranks, mine: [mine, ("training by fsdp", mine[1])])
     with pytest.raises(EnvironmentBroken, match=r"not measure the same: rank 1 training by fsdp, rank 0 .* by ddp "):
-        alone(COMPONENTS)
+        alone()
 
 
 def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch):
@@ -181,7 +192,7 @@ def test_nothing_of_the_training_stays_alive(group, fails):
     alive = []
 
     def make(*arguments, **more):
-        model = COMPONENTS.make(*arguments, **more)
+        model = make_decoder(*arguments, **more)
         alive.append(weakref.ref(model))
         return model
 
@@ -191,7 +202,7 @@ def test_nothing_of_the_training_stays_alive(group, fails):
 
     kept = None
     try:
-        with patch.object(module, "COMPONENTS", replace(COMPONENTS, make=make, step=replace(PARTS, update=update))):
+        with patch.object(module, "make_decoder", make), stepping(update=update):
             throughput(group, CPU, setup(workers=1), sampling=SAMPLING)
     except WrongResult as error:
         kept = error
@@ -219,7 +230,7 @@ def test_others_can_be_waited_for_after_the_first_step_and_parts_can_be_left_out
         steps.append(1)
 
     watch = {"in_parts": False, "ready": lambda: seen.append(len(steps))}
-    with patch.object(module, "COMPONENTS", replace(COMPONENTS, step=replace(PARTS, update=update))):
+    with stepping(update=update):
         found = throughput(None, CPU, setup(), sampling=SAMPLING, **watch)
     assert seen == [1], "after what compiles, and before what warms up"
     assert found.parts == {}

@@ -10,12 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from device_parts import device_with
 from each import of_each
 from torch import nn
 
 from pytest_gpucluster.benchmarks.vision import throughput as module
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, StoredImages, SyntheticImages
-from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS, Setup, as_input, class_mean, image_rate
+from pytest_gpucluster.benchmarks.vision.throughput import Setup, as_input, class_mean, image_rate
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
@@ -33,7 +34,7 @@ def small(_name, device, *, classes, seed, narrow=1):
     return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)).to(device)
 
 
-PARTS = replace(COMPONENTS, make=small)
+PARTS = {"make_resnet": small}
 
 
 class TimedBatches(ImageBatches):
@@ -53,7 +54,7 @@ def timed(clock, seconds=(1.0, 3.0)):
         clock.advance(seconds[1])
         return class_mean(logits, labels)
 
-    return replace(PARTS, batches=partial(TimedBatches, clock=clock, seconds=seconds), loss=loss)
+    return {**PARTS, "ImageBatches": partial(TimedBatches, clock=clock, seconds=seconds), "class_mean": loss}
 
 
 def grey(side, colours=1, labels=(0, 1)):
@@ -63,8 +64,7 @@ def grey(side, colours=1, labels=(0, 1)):
 
 def run(setup=SETUP, images=IMAGES, clock=None, components=None, **more):
     clock = clock or ManualClock()
-    used = replace(components or timed(clock), clock=lambda device: clock)
-    with patch.object(module, "COMPONENTS", used):
+    with patch.multiple(module, **(components or timed(clock))), device_with(clock=lambda: clock):
         return image_rate(None, CPU, setup, images, node=0, sampling=SAMPLING, **more)
 
 
@@ -96,13 +96,13 @@ def test_grey_images_are_trained_on_and_the_head_is_that_of_imagenet_unless_the_
         return small(*given, **more)
 
     for images in (grey(28), grey(28, labels=list(range(1001)))):
-        assert run(images=images, clock=clock, components=replace(timed(clock), make=make)).data == "grey"
+        assert run(images=images, clock=clock, components=timed(clock) | {"make_resnet": make}).data == "grey"
     assert classes == [1000, 1001]
 
 
 def test_a_loss_that_is_not_finite_names_the_step():
     count = iter(range(100))
-    components = replace(PARTS, loss=lambda *given: class_mean(*given) * (math.nan if next(count) == 2 else 1.0))
+    components = {**PARTS, "class_mean": lambda *given: class_mean(*given) * (math.nan if next(count) == 2 else 1.0)}
     with pytest.raises(WrongResult, match=r"^rank 0 .*loss of.* 3, .*be finite"):
         run(clock=Moving(), components=components)
 
@@ -145,14 +145,14 @@ def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
     made = []
     message = r"rank 0: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
     with pytest.raises(EnvironmentBroken, match=message):
-        run(components=replace(PARTS, make=lambda *given, **more: made.append(1)))
+        run(components={"make_resnet": lambda *given, **more: made.append(1)})
     assert made == []
 
 
 def test_too_small_shared_memory_is_reported_before_a_worker_is_started():
     started = []
     room = (1, 2**26, 2**14)
-    components = replace(PARTS, inspect=lambda: room, batches=lambda *given, **more: started.append(1))
+    components = {"inspect_shared_memory": lambda: room, "ImageBatches": lambda *given, **more: started.append(1)}
     with pytest.raises(EnvironmentBroken, match=r"^rank 0: /dev/shm has 1\.53e-05 GiB free of 0\.0625 GiB"):
         run(setup=replace(SETUP, workers=2, prefetch=2), components=components)
     assert started == []
@@ -172,9 +172,9 @@ def test_data_that_fail_in_the_middle_and_workers_that_cannot_be_started_are_err
         raise OSError(24, "Too many open files")
 
     with pytest.raises(EnvironmentBroken, match=r"^n0001/13\.jpg: cannot.*$"):
-        run(clock=Moving(), components=replace(PARTS, batches=Failing))
+        run(clock=Moving(), components=PARTS | {"ImageBatches": Failing})
     with pytest.raises(EnvironmentBroken, match=r"DataLoader cannot.*: \[Errno 24\]"):
-        run(components=replace(PARTS, batches=refuse))
+        run(components=PARTS | {"ImageBatches": refuse})
 
 
 def test_nothing_of_the_training_is_left_when_it_ends_and_the_choice_of_convolutions_is_as_it_was():
@@ -185,7 +185,7 @@ def test_nothing_of_the_training_is_left_when_it_ends_and_the_choice_of_convolut
         return model
 
     clock = ManualClock()
-    run(clock=clock, components=replace(timed(clock), make=make))
+    run(clock=clock, components=timed(clock) | {"make_resnet": make})
     assert [one() for one in made] == [None]
     assert torch.backends.cudnn.benchmark == before
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from planted_clock import CLOCK, clock_for
+from planted_clock import CLOCK
 from stamps import stamp
 
 from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.isolation import planner
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.session.isolation import Isolator
@@ -115,7 +116,7 @@ def exclude(isolator, plan, found):
 
 
 Isolator.why_not, Isolator._exclude = why_not, exclude
-collectives.CALLS["all_reduce"], collectives.clock_for = faulty, clock_for
+collectives.CALLS["all_reduce"], Cpu.clock = faulty, lambda by: CLOCK
 
 
 @pytest.fixture(autouse=True)
