@@ -16,18 +16,12 @@ class VisibleGpu:
 
 
 class VisibleGpus:
-    """What torch reports.
+    """What torch reports. It is imported here, which takes seconds."""
 
-    Args:
-        torch: the module; by default it is imported when it is first asked, which takes seconds.
-    """
+    def __init__(self) -> None:
+        import torch
 
-    def __init__(self, torch: Any = None) -> None:
-        if torch is None:
-            import torch as installed
-
-            torch = installed
-        self._torch = torch
+        self._torch: Any = torch
 
     def software(self) -> dict[str, str | None]:
         """Return the versions of ``torch``, ``cuda`` and ``nccl``; None for what torch is built without."""

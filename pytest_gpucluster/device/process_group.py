@@ -71,16 +71,11 @@ def forget_abort(store: Any) -> None:
 
 
 class NcclReleaser:
-    """Aborts every process group of this process, once.
-
-    Args:
-        seconds: how long the aborts of all groups may take together.
-    """
+    """Aborts every process group of this process, once."""
 
     making_group = False
 
-    def __init__(self, seconds: float = ABORT_SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._aborted = False
         self._lock = threading.Lock()
         self._aborts: dict[ProcessGroup, _Abort] = {}
@@ -108,8 +103,8 @@ class NcclReleaser:
         Raises:
             EnvironmentBroken: as :meth:`release`, or the abort that is under way has not ended in time.
         """
-        if not self._lock.acquire(timeout=2 * self._seconds):
-            raise EnvironmentBroken(f"an abort of NCCL's groups has not ended within {2 * self._seconds:g} s")
+        if not self._lock.acquire(timeout=2 * ABORT_SECONDS):
+            raise EnvironmentBroken(f"an abort of NCCL's groups has not ended within {2 * ABORT_SECONDS:g} s")
         try:
             self._abort_all()
         finally:
@@ -120,7 +115,7 @@ class NcclReleaser:
 
         if self._aborted or not distributed_c10d.is_initialized():
             return
-        end = time.monotonic() + self._seconds
+        end = time.monotonic() + ABORT_SECONDS
         groups = list(distributed_c10d._world.pg_names)
         # One that hangs is waited for again, and not called a second time.
         self._aborts = {
@@ -134,7 +129,7 @@ class NcclReleaser:
         left = [abort.why or "no answer" for abort in self._aborts.values() if abort.is_alive() or abort.why]
         if left:
             raise EnvironmentBroken(
-                f"{len(left)} of {len(groups)} NCCL groups could not be aborted within {self._seconds:g} s: {left[0]}"
+                f"{len(left)} of {len(groups)} NCCL groups could not be aborted within {ABORT_SECONDS:g} s: {left[0]}"
             )
         # Nothing is left to abort: it takes the groups out of torch's register.
         distributed_c10d._abort_process_group()

@@ -9,7 +9,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -219,17 +219,10 @@ def choose_for_nccl(found: Sequence[Interface], environ: Mapping[str, str]) -> C
     )
 
 
-def choose_for_gloo(
-    found: Sequence[Interface],
-    environ: Mapping[str, str],
-    toward: str | None,
-    *,
-    source: Callable[[str], str] | None = None,
-) -> Chosen:
+def choose_for_gloo(found: Sequence[Interface], environ: Mapping[str, str], toward: str | None) -> Chosen:
     """Choose for gloo: by ``GLOO_SOCKET_IFNAME``, else the interface on the way to another host.
 
-    ``toward`` is the address of the rendezvous, None for a process alone; ``source`` returns this host's address on the
-    way to another one, by default the kernel's answer.
+    ``toward`` is the address of the rendezvous, None for a process alone.
 
     Raises: EnvironmentBroken where the variable names no interface, or there is none at all.
     """
@@ -244,7 +237,7 @@ def choose_for_gloo(
             f"GLOO_SOCKET_IFNAME={variable} names no interface of this host. Available: {', '.join(by_name) or 'none'}"
         )
     if toward is not None:
-        address = (source or _source)(toward)
+        address = _source(toward)
         name = next((one.name for one in found if address in one.addresses), "?")
         return Chosen(interface=name, address=address, why=f"the route to {toward}")
     for one in sorted(found, key=lambda one: one.name == "lo"):

@@ -16,7 +16,7 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.node.nvml import NOT_AVAILABLE, Nvml, NvmlGpu, open_nvml, read_values
+from pytest_gpucluster.node.nvml import NOT_AVAILABLE, NvmlGpu, open_nvml, read_values
 from pytest_gpucluster.node.nvml_queries import keys
 
 Device = Literal["cuda", "cpu"]
@@ -28,13 +28,7 @@ VISIBLE_GPUS: Callable[[], VisibleGpus] = VisibleGpus
 """What CUDA shows to this process. The simulation replaces it."""
 
 
-def identify(
-    facts: RankFacts,
-    device: Device,
-    *,
-    gpus: VisibleGpus | None = None,
-    open_nvml: Callable[[], Nvml] = open_nvml,
-) -> dict[str, Any]:
+def identify(facts: RankFacts, device: Device) -> dict[str, Any]:
     """Describe this rank in plain JSON types.
 
     Returns:
@@ -53,7 +47,7 @@ def identify(
         OptionError: the device is cuda, and this process has none.
         LaunchError: LOCAL_RANK is beyond the visible GPUs.
     """
-    gpus = gpus or VISIBLE_GPUS()
+    gpus = VISIBLE_GPUS()
     who: dict[str, Any] = {
         "rank": facts.rank,
         "host": facts.hostname,

@@ -85,19 +85,16 @@ class Answer:
         return f"{self.question.name} -> {self.found or self.error} ({self.seconds:.3g} s)"
 
 
-def look_up(
-    questions: Sequence[Question], *, deadline_seconds: float, resolver: SystemResolver | None = None
-) -> tuple[Answer, ...]:
+def look_up(questions: Sequence[Question], *, deadline_seconds: float) -> tuple[Answer, ...]:
     """Look up all questions, a few concurrently, and return the answers in their order.
 
     A resolver cannot be interrupted. So each lookup runs in a thread, which is abandoned after the deadline.
     """
-    resolver = resolver or SYSTEM
     answers: list[Answer] = []
     for first in range(0, len(questions), _CONCURRENT):
         group = questions[first : first + _CONCURRENT]
         found: dict[Question, Answer] = {}
-        lookups = [threading.Thread(target=_run, args=(resolver, one, found), daemon=True) for one in group]
+        lookups = [threading.Thread(target=_run, args=(one, found), daemon=True) for one in group]
         begin = time.monotonic()
         for lookup in lookups:
             lookup.start()
@@ -111,11 +108,11 @@ def look_up(
     return tuple(answers)
 
 
-def _run(resolver: SystemResolver, question: Question, answers: dict[Question, Answer]) -> None:
+def _run(question: Question, answers: dict[Question, Answer]) -> None:
     begin = time.monotonic()
     found, error = "", ""
     try:
-        found = resolver.forward(question.name) if question.kind == "forward" else resolver.reverse(question.name)
+        found = SYSTEM.forward(question.name) if question.kind == "forward" else SYSTEM.reverse(question.name)
     except (OSError, UnicodeError) as raised:  # UnicodeError: not a valid host name
         error = str(raised)
     answers[question] = Answer(question=question, seconds=time.monotonic() - begin, found=found, error=error)

@@ -255,13 +255,13 @@ class NodeState:
     reason: str
 
 
-def ping(*, answer_seconds: float = ANSWER_SECONDS) -> Ping:
+def ping() -> Ping:
     """Ping Slurm's controllers.
 
     Raises: EnvironmentBroken if none answers, or the command fails.
     """
     begin = time.monotonic()
-    output = _run(["scontrol", "ping"], answer_seconds)
+    output = _run(["scontrol", "ping"])
     seconds = time.monotonic() - begin
     found = [(f"{one['role']} {one['host']}", one["state"]) for one in _PING.finditer(output.text)]
     up = tuple(name for name, state in found if state == "UP")
@@ -299,9 +299,7 @@ def nodes_of_job(environ: Mapping[str, str]) -> list[str]:
         raise EnvironmentBroken(f"{name} does not name the nodes of the job: {error}") from error
 
 
-def node_states(
-    nodes: Sequence[str], partition: str | None, *, answer_seconds: float = ANSWER_SECONDS
-) -> tuple[NodeState, ...]:
+def node_states(nodes: Sequence[str], partition: str | None) -> tuple[NodeState, ...]:
     """Query the states of nodes and their partition.
 
     ``partition`` is the job's; None for all partitions of the nodes.
@@ -312,7 +310,7 @@ def node_states(
     command = ["sinfo", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
     # --all includes hidden partitions, as --partition does: sinfo rejects both together.
     command += ["--partition", partition] if partition else ["--all"]
-    output = _run(command, answer_seconds)
+    output = _run(command)
     found = []
     for line in filter(str.strip, output.text.splitlines()):
         fields = [field.strip() for field in line.split("|", 4)]
@@ -398,12 +396,12 @@ def _wrong(line: NodeState | None) -> str:
     return f"Slurm calls this node {line.state}{because}: {', and '.join(wrong)}" if wrong else ""
 
 
-def _run(command: list[str], seconds: float) -> Output:
+def _run(command: list[str]) -> Output:
     """Run a Slurm command.
 
     Raises: EnvironmentBroken if it cannot be run, or does not answer.
     """
-    output = run_program(command, seconds)
+    output = run_program(command, ANSWER_SECONDS)
     if output.code is None:
         raise EnvironmentBroken(
             f"{output.why_not} (`{' '.join(command[:2])}`): Slurm cannot be queried. Look at slurmctld on the "

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pytest_gpucluster.device import process_group
 from pytest_gpucluster.device.process_group import NcclReleaser, changes_algorithms, forget_abort, init_group
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -93,7 +94,8 @@ def test_communicators_are_aborted_all_at_once_and_once_and_never_destroyed(monk
 def test_all_aborts_have_one_budget_and_what_hangs_is_an_error_that_counts_it(monkeypatch):
     found = Communicators(monkeypatch, 3)
     found.held = 2
-    releaser = NcclReleaser(seconds=0.05)
+    monkeypatch.setattr(process_group, "ABORT_SECONDS", 0.05)
+    releaser = NcclReleaser()
     for _ in range(2):
         with pytest.raises(EnvironmentBroken, match=r"^2 of 3 .* 0\.05 s"):
             releaser.finish()

@@ -57,9 +57,10 @@ def test_where_nccl_would_find_none_the_interfaces_are_listed():
         assert in_order(str(raised.value), "eth0 (up: 10.1.0.5 fd00::5) bond1 (down: 10.3.0.1)")
 
 
-def test_gloo_uses_the_variable_else_the_route_to_the_rendezvous_else_the_first_one_but_loopback():
+def test_gloo_uses_the_variable_else_the_route_to_the_rendezvous_else_the_first_one_but_loopback(monkeypatch):
     assert choose_for_gloo(ALL, {"GLOO_SOCKET_IFNAME": "nothing,eth1"}, "10.1.0.1").address == "10.2.0.5"
-    chosen = choose_for_gloo(ALL, {}, "10.9.0.1", source=lambda toward: "10.9.0.5")
+    monkeypatch.setattr(module, "_source", lambda toward: "10.9.0.5")
+    chosen = choose_for_gloo(ALL, {}, "10.9.0.1")
     assert (chosen.interface, chosen.address, chosen.why) == ("ib0", "10.9.0.5", "the route to 10.9.0.1")
     assert choose_for_gloo((LO, ETH0), {}, None).address == "10.1.0.5"
     assert choose_for_gloo((LO,), {}, None).address == "127.0.0.1"

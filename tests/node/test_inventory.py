@@ -1,15 +1,17 @@
 import json
 import os
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from complaints import in_order
 from fake_nvml import HEALTHY_H100, FakeNvml
 
-from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.node import nvml
 from pytest_gpucluster.node.inventory import NVML_QUERIES, choose_cuda_index, full_uuid, identify
 
 FACTS = RankFacts(
@@ -54,8 +56,14 @@ def no_nvml():
     raise EnvironmentBroken("NVML is not available: NVML Shared Library Not Found")
 
 
+def identified(facts, device, torch, open_nvml):
+    """What the rank says of itself with this torch and NVML."""
+    with patch.dict(sys.modules, torch=torch), patch.object(nvml, "MAKER", open_nvml):
+        return identify(facts, device)
+
+
 def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index():
-    who = identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch()), open_nvml=fake_nvml)
+    who = identified(FACTS, "cuda", fake_torch(), fake_nvml)
     assert who["cuda_index"] == 1
     gpu = who["gpu"]
     assert (gpu["index"], gpu["uuid"], gpu["pci_bus_id"], gpu["name"]) == (0, "GPU-aa", "00000000:1B:00.0", H100)
@@ -70,14 +78,14 @@ def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index():
 
 def test_what_nvml_does_not_report_of_a_gpu_is_none():
     without_mig = {query: value for query, value in HEALTHY_H100.items() if query != "mig.mode"}
-    who = identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch()), open_nvml=lambda: FakeNvml({"GPU-aa": without_mig}))
+    who = identified(FACTS, "cuda", fake_torch(), lambda: FakeNvml({"GPU-aa": without_mig}))
     assert (who["gpu"]["mig"], who["gpu"]["vbios"], who["nvml"]) == (None, "96.00.74.00.01", "")
-    who = identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch()), open_nvml=no_nvml)
+    who = identified(FACTS, "cuda", fake_torch(), no_nvml)
     assert [who["gpu"][key] for key in NVML_QUERIES] == [None] * 8
 
 
 def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one():
-    who = identify(FACTS, "cpu", gpus=VisibleGpus(fake_torch()), open_nvml=no_nvml)
+    who = identified(FACTS, "cpu", fake_torch(), no_nvml)
     assert who["gpu"] is None
     assert who["versions"]["driver"] is None
     assert (who["visible_gpus"], who["node_gpus"], who["nvml"]) == (0, None, "")
@@ -93,7 +101,7 @@ def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one():
     ids=["no NVML", "NVML that fails half way", "a GPU that it does not know"],
 )
 def test_a_failure_of_nvml_is_named_and_the_gpu_keeps_its_uuid(open_nvml, driver, words):
-    who = identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch()), open_nvml=open_nvml)
+    who = identified(FACTS, "cuda", fake_torch(), open_nvml)
     assert who["gpu"]["uuid"] == "GPU-aa"
     assert who["versions"]["driver"] == driver
     assert in_order(who["nvml"], words)
@@ -132,7 +140,7 @@ def test_a_local_rank_beyond_the_gpus_is_an_error_with_the_way_out(monkeypatch):
 )
 def test_cuda_without_a_gpu_names_rank_host_and_the_rehearsal(cuda_version, why):
     with pytest.raises(OptionError) as caught:
-        identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch([], cuda_version)), open_nvml=no_nvml)
+        identified(FACTS, "cuda", fake_torch([], cuda_version), no_nvml)
     text = str(caught.value)
     for part in ("rank 9 on gpu-07", why, "--gpucluster-device=cpu"):
         assert part in text

@@ -7,6 +7,7 @@ import pytest
 from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.node import name_resolution
 from pytest_gpucluster.node.name_resolution import (
     Answer,
     Question,
@@ -44,12 +45,13 @@ def forward(*names):
     return [Question(kind="forward", node=node, name=name) for node, name in enumerate(names)]
 
 
-def test_answers_come_in_the_order_of_the_questions():
+def test_answers_come_in_the_order_of_the_questions(monkeypatch):
     questions = [
         *forward("slow", "a", "unknown", "b", "c", "d", ""),
         Question(kind="reverse", node=1, name="10.0.0.2"),
     ]
-    answers = look_up(questions, deadline_seconds=20.0, resolver=Resolver())
+    monkeypatch.setattr(name_resolution, "SYSTEM", Resolver())
+    answers = look_up(questions, deadline_seconds=20.0)
     assert [answer.question for answer in answers] == questions
     assert [bool(answer.found) for answer in answers] == [True, True, False, True, True, True, False, True]
     assert not any(answer.timed_out for answer in answers)
@@ -58,10 +60,11 @@ def test_answers_come_in_the_order_of_the_questions():
     assert answers[-1].found == "host-of-10.0.0.2"
 
 
-def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_the_same():
+def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_the_same(monkeypatch):
     resolver = Resolver()
+    monkeypatch.setattr(name_resolution, "SYSTEM", resolver)
     try:
-        answers = look_up(forward(*["silent"] * 6, "a", "b"), deadline_seconds=0.2, resolver=resolver)
+        answers = look_up(forward(*["silent"] * 6, "a", "b"), deadline_seconds=0.2)
     finally:
         resolver.never.set()
     assert [answer.timed_out for answer in answers] == [True] * 6 + [False, False]

@@ -234,8 +234,9 @@ def test_no_controller_that_answers_is_an_error(commands, case):
 
 def test_a_command_that_does_not_end_or_is_not_there_is_an_error(commands, monkeypatch):
     commands.say("scontrol", "Slurmctld(primary) at head1 is UP", before="exec sleep 30")
+    monkeypatch.setattr(scheduler, "ANSWER_SECONDS", 0.2)
     with pytest.raises(EnvironmentBroken, match=r"scontrol: no answer within 0\.2 s"):
-        ping(answer_seconds=0.2)
+        ping()
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(EnvironmentBroken, match=r"scontrol .* container"):
         ping()

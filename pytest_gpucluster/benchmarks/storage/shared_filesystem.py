@@ -57,7 +57,7 @@ class MountInfo:
     broken: tuple[str, ...] = ()
 
 
-def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS) -> MountInfo:
+def inspect_mount(folder: Path, host: str) -> MountInfo:
     """Inspect a folder, which is created where it is missing, and every network file system of this host.
 
     Raises: EnvironmentBroken if the folder itself cannot be inspected, or its file system does not respond.
@@ -69,11 +69,10 @@ def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SEC
         return real, consistency.statvfs(str(real))
 
     try:
-        real, sizes = start_call(inspect)(answer_seconds)
+        real, sizes = start_call(inspect)(ANSWER_SECONDS)
     except (OSError, TimeoutError) as error:
         raise EnvironmentBroken(
-            f"{host}: {folder} cannot be inspected: {_reason(error, answer_seconds)}. Mount it again, and check its "
-            "server"
+            f"{host}: {folder} cannot be inspected: {_reason(error)}. Mount it again, and check its server"
         ) from error
     try:
         found = files.read_mounts()
@@ -83,14 +82,14 @@ def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SEC
     network = [mount for mount in found if mount.is_network]
     calls = [start_call(lambda mount=mount: consistency.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
     # All at once: a server that is gone may have many of them.
-    until = time.monotonic() + answer_seconds
+    until = time.monotonic() + ANSWER_SECONDS
     broken = []
     for mount, result_within in zip(network, calls, strict=True):
         try:
             result_within(max(0.0, until - time.monotonic()))
         except (OSError, TimeoutError) as error:
             if isinstance(error, TimeoutError) or error.errno in _GONE:
-                broken.append(f"{mount}: {_reason(error, answer_seconds)}")
+                broken.append(f"{mount}: {_reason(error)}")
     return MountInfo(
         host=host,
         mount=files.mount_of(real, found),
@@ -148,9 +147,9 @@ def _deviants(mounts: Sequence[MountInfo], values: Sequence[str]) -> list[str]:
     return found
 
 
-def _reason(error: BaseException, answer_seconds: float) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError) and getattr(error, "errno", None) is None:
-        return f"no answer within {answer_seconds:g} s"
+        return f"no answer within {ANSWER_SECONDS:g} s"
     known = _GONE.get(getattr(error, "errno", None) or 0, "")
     return f"{known} ({error})" if known else str(error)
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.group import majority
 from pytest_gpucluster.benchmarks.training.sharding import local
+from pytest_gpucluster.benchmarks.verify import bits_of
 
 
 def weights_of(model: nn.Module) -> torch.Tensor:
@@ -76,8 +77,6 @@ def _row(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 _AT_ONCE = 2**24
 """Elements that are summed at a time: they take 16 bytes each."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     """Return the sum of all elements' bits, each times an odd number from its position, modulo 2^64.
@@ -89,9 +88,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     position = 0
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        flat = tensor.detach().contiguous().flatten()
-        words = flat.view(_WORDS[flat.element_size()])
-        for part in torch.split(words, _AT_ONCE):
+        for part in torch.split(bits_of(tensor.detach().contiguous()), _AT_ONCE):
             factors = torch.arange(position, position + part.numel(), device=part.device).mul_(2).add_(1)
             sums.setdefault(part.device, []).append(factors.mul_(part).sum())
             position += part.numel()

@@ -21,8 +21,6 @@ from pytest_gpucluster.text import rank_ranges
 
 WITHIN_SECONDS = 60.0
 """How long ranks wait for each other here. None computes before."""
-_JUDGED_WITHIN_SECONDS = 2 * WITHIN_SECONDS
-"""The rank that compares has waited for the others before."""
 
 MAY_DIFFER = {
     "NCCL_IB_HCA": "local_rank",
@@ -58,7 +56,6 @@ def ports_of_all(
     rank: int,
     *,
     expected: bool,
-    within_seconds: float = WITHIN_SECONDS,
 ) -> PortsReport | None:
     """Read this node's ports, exchange them with the other nodes, and return the result of comparing them.
 
@@ -75,7 +72,7 @@ def ports_of_all(
     if nodes.representative != rank:
         return None
     local = [int(entry["rank"]) for entry in inventory if entry["node_rank"] == nodes.me]
-    hcas = board.read("hca", local, within_seconds=within_seconds)
+    hcas = board.read("hca", local, within_seconds=WITHIN_SECONDS)
     index = number(settings.get("NCCL_IB_GID_INDEX", "-1"))
     mine = read_ports(
         sources,
@@ -85,12 +82,13 @@ def ports_of_all(
     )
     board.post("ports", codec.to_json(mine))
     if rank == judge:
-        board.post("port findings", _compare_nodes(board, nodes, expected=expected, within_seconds=within_seconds))
-    answer = board.read("port findings", [judge], within_seconds=_JUDGED_WITHIN_SECONDS).get(judge)
+        board.post("port findings", _compare_nodes(board, nodes, expected=expected))
+    # The rank that compares has waited for the others before.
+    answer = board.read("port findings", [judge], within_seconds=2 * WITHIN_SECONDS).get(judge)
     if answer is None:
         raise EnvironmentBroken(
             f"rank {judge}, which compares the ports of all nodes, has not answered within "
-            f"{_JUDGED_WITHIN_SECONDS:g} s; see its output"
+            f"{2 * WITHIN_SECONDS:g} s; see its output"
         )
     findings = [codec.read(Finding, one, "port findings") for one in answer["of_node"].get(str(nodes.me), ())]
     if any(finding.kind != "note" for finding in findings):
@@ -100,15 +98,15 @@ def ports_of_all(
     return PortsReport(mine=mine, findings=tuple(findings), anywhere=answer["anywhere"])
 
 
-def _compare_nodes(board: Board, nodes: Nodes, *, expected: bool, within_seconds: float) -> dict[str, Any]:
+def _compare_nodes(board: Board, nodes: Nodes, *, expected: bool) -> dict[str, Any]:
     """Compare the ports of all nodes, as the first one; return the result in plain types."""
-    reports = board.read("ports", list(nodes.representatives.values()), within_seconds=within_seconds)
+    reports = board.read("ports", list(nodes.representatives.values()), within_seconds=WITHIN_SECONDS)
     ports = {
         one: codec.read(NodePorts, reports[at], "ports") for one, at in nodes.representatives.items() if at in reports
     }
     found = examine_ports(ports, expected=expected)
     for node in sorted(nodes.representatives.keys() - ports.keys()):
-        what = f"it has not reported its ports within {within_seconds:g} s"
+        what = f"it has not reported its ports within {WITHIN_SECONDS:g} s"
         found.of_node.setdefault(nodes.me, []).append(_silent(nodes.hosts[node], what))
     of_node = {str(one): [asdict(finding) for finding in some] for one, some in found.of_node.items()}
     return {"of_node": of_node, "shared": found.shared, "anywhere": any(one.used for one in ports.values())}
@@ -140,12 +138,7 @@ class SettingsReport:
 
 
 def settings_of_all(
-    board: Board,
-    mine: Sequence[Setting],
-    inventory: Sequence[Mapping[str, Any]],
-    rank: int,
-    *,
-    within_seconds: float = WITHIN_SECONDS,
+    board: Board, mine: Sequence[Setting], inventory: Sequence[Mapping[str, Any]], rank: int
 ) -> SettingsReport | None:
     """Send this rank's variables, and return those of all on the first rank; None on the others.
 
@@ -155,13 +148,13 @@ def settings_of_all(
     hosts = {int(entry["rank"]): str(entry["host"]) for entry in inventory}
     if rank != min(hosts):
         return None
-    reports = board.read("settings", list(hosts), within_seconds=within_seconds)
+    reports = board.read("settings", list(hosts), within_seconds=WITHIN_SECONDS)
     of_rank = {
         one: tuple(codec.read(Setting, each, "settings") for each in reports[one]) for one in hosts if one in reports
     }
     findings = list(differences({one: effective(some) for one, some in of_rank.items()}, inventory))
     if silent := [one for one in hosts if one not in reports]:
-        what = f"{rank_ranges(silent)} reported no settings within {within_seconds:g} s"
+        what = f"{rank_ranges(silent)} reported no settings within {WITHIN_SECONDS:g} s"
         findings.append(_silent(hosts[silent[0]], what))
     return SettingsReport(of_rank=of_rank, findings=tuple(findings))
 

@@ -19,7 +19,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster import files
-from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
+from pytest_gpucluster.benchmarks.storage import checkpoint, consistency, shared_filesystem
 from pytest_gpucluster.benchmarks.storage.consistency import (
     FILE_BYTES,
     ReadCounts,
@@ -338,18 +338,22 @@ def never() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path, never: threading.Event) -> None:
+def test_a_server_that_never_answers_is_given_up(
+    tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_filesystem, "ANSWER_SECONDS", 0.1)
+
     def statvfs(path: str) -> os.statvfs_result:
         if path == "/data":
             never.wait(30)
         return sizes()
 
     with operations(mounts=lambda: (LOCAL, NFS), statvfs=statvfs):
-        seen = inspect_mount(tmp_path, "node-a", answer_seconds=0.1)
+        seen = inspect_mount(tmp_path, "node-a")
     assert seen.broken == ("nfs4 server:/export on /data: no answer within 0.1 s",)
     stuck = operations(statvfs=lambda path: never.wait(30))
     with stuck, pytest.raises(EnvironmentBroken, match=r"node-a: .*answer within 0\.1 s"):
-        inspect_mount(tmp_path, "node-a", answer_seconds=0.1)
+        inspect_mount(tmp_path, "node-a")
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -358,7 +362,11 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         inspect_mount(tmp_path / "file" / "below", "node-a")
 
 
-def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(tmp_path: Path, never: threading.Event) -> None:
+def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(
+    tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_filesystem, "ANSWER_SECONDS", 0.5)
+
     def statvfs(path: str) -> os.statvfs_result:
         if path.startswith("/data"):
             never.wait(60)
@@ -367,7 +375,7 @@ def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(tmp_path:
     many = tuple(replace(NFS, point=f"/data/{index}") for index in range(40))
     begin = time.monotonic()
     with operations(mounts=lambda: many, statvfs=statvfs):
-        seen = inspect_mount(tmp_path, "node-a", answer_seconds=0.5)
+        seen = inspect_mount(tmp_path, "node-a")
     assert len(seen.broken) == 40
     assert time.monotonic() - begin < 15, "one after the other they take 20 s"
 

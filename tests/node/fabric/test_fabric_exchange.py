@@ -1,4 +1,5 @@
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 from boards import SharedBoard
@@ -50,9 +51,10 @@ class Nodes:
             sources = FabricSources(tree=Tree(root=self.sysfs(rank // 2).parent), environ={})
             settings = self.settings.get(rank, {})
             board = self.board.of(rank)
-            return ports_of_all(board, sources, settings, everyone, rank, expected=expected, within_seconds=within)
+            return ports_of_all(board, sources, settings, everyone, rank, expected=expected)
 
-        return self.board.run([rank for rank in range(2 * self.count) if rank not in without], one)
+        with patch.object(port_exchange, "WITHIN_SECONDS", within):
+            return self.board.run([rank for rank in range(2 * self.count) if rank not in without], one)
 
 
 def test_nodes_that_are_alike_have_nothing_to_say(tmp_path):
@@ -101,8 +103,7 @@ def test_a_node_that_does_not_report_is_an_error_and_no_port_of_it_counts(tmp_pa
     assert found[4].findings == ()
 
 
-def test_a_rank_that_compares_and_does_not_answer_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(port_exchange, "_JUDGED_WITHIN_SECONDS", 0.2)
+def test_a_rank_that_compares_and_does_not_answer_is_an_error(tmp_path):
     found = Nodes(tmp_path, 2).look(without=(0, 1), within=0.1)
     assert isinstance(found[2], EnvironmentBroken)
     assert in_order(str(found[2]), "rank 0 0.2 s")
@@ -127,9 +128,10 @@ def settings_seen(of_rank, nodes=2, within=20.0):
     board, everyone = SharedBoard(), inventory(nodes)
 
     def one(rank):
-        return settings_of_all(board.of(rank), of_rank[rank], everyone, rank, within_seconds=within)
+        return settings_of_all(board.of(rank), of_rank[rank], everyone, rank)
 
-    return board.run(list(of_rank), one)
+    with patch.object(port_exchange, "WITHIN_SECONDS", within):
+        return board.run(list(of_rank), one)
 
 
 def test_ranks_with_the_same_settings_have_nothing_to_say():
