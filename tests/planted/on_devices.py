@@ -5,7 +5,6 @@ is the word for it, on rank 1; ``WORD@RANK`` on another one. ``slow:2-3``, ``slo
 of links.
 """
 
-import inspect
 import os
 import random
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import pytest
 import torch
 from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
 
-from pytest_gpucluster.benchmarks import burn_in, collectives, fingerprint, host_link, links, memory_patterns
+from pytest_gpucluster.benchmarks import collectives, fingerprint, host_link, links, memory_patterns
 from pytest_gpucluster.device.backends import BACKENDS, Cpu
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
@@ -43,9 +42,6 @@ class Time(ManualClock):
 
 TIME = Time()
 
-
-for function in (burn_in.burn_in, collectives.measure_collective, links.sweep):
-    inspect.unwrap(function).__kwdefaults__["now"] = lambda: TIME.now_seconds
 
 honest_nodes = host_link.nodes_of
 FAULT, CRITERION, CALLS, MADE, SINCE = "", "", 0, 0, 0.0
@@ -102,6 +98,9 @@ class Faulty(Cpu):
     def clock(self):
         TIME.read()  # what a work that failed has left
         return TIME
+
+    def now(self):
+        return TIME.now_seconds
 
     def free_bytes(self):
         return 1000 if FAULT == "full" else super().free_bytes()
