@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -210,20 +210,11 @@ def on_all_ranks(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
 def on_first_rank(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
     """Run an action on the first rank of the group, and return its result on every rank.
 
-    Collective: every rank of the group must call this. ``act`` must not call anything collective. The first rank does
-    not wait: it must not remove what others may still use before an :func:`on_all_ranks`.
+    Collective: every rank of the group must call this. ``act`` must not call anything collective.
 
     Raises: as :func:`on_all_ranks`.
     """
-    error: Exception | None = None
-    outcome: list[tuple[str, Any]] = [("", None)]
-    if dist.get_rank(group) == 0:
-        outcome[0], error = _outcome(act)
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
-    kind, value = outcome[0]
-    if kind:
-        raise _KINDS[kind](f"rank {dist.get_global_rank(group, 0)}: {value}") from error
-    result: T = value
+    result: T = on_all_ranks(group, lambda: act() if dist.get_rank(group) == 0 else cast(T, None))[0]
     return result
 
 

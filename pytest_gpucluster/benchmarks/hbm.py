@@ -24,18 +24,12 @@ class HbmResult:
         kind: "copy", "read" or "write".
         payload_bytes: of one buffer.
         bytes_per_pass: a copy reads its payload and writes it.
-        passes: timed passes, without those of the warm-up.
-        verified_passes: all passes, each verified.
-        buffer_sets: buffers, or pairs of them, that were used in turn, so that they do not stay in the cache.
     """
 
     bytes_per_second: Series
     kind: str
     payload_bytes: int
     bytes_per_pass: int
-    passes: int
-    verified_passes: int
-    buffer_sets: int
 
     @property
     def size(self) -> str:
@@ -98,7 +92,4 @@ def measure_hbm(
         kind=kind,
         payload_bytes=payload_bytes,
         bytes_per_pass=bytes_per_pass,
-        passes=rate.timed,
-        verified_passes=rate.verified,
-        buffer_sets=sets,
     )

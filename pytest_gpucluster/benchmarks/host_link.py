@@ -136,7 +136,6 @@ class HostLinkResult:
         mode: "alone" (one direction of one GPU), "both" (both directions of one GPU) or "together" (one direction of
             all GPUs of the node).
         payload_bytes: of one copy.
-        verified_copies: of each direction; each of them was compared, those of the warm-up too.
         nodes: NUMA node -> the part of the host memory that lay there; empty if the kernel does not report it.
     """
 
@@ -144,7 +143,6 @@ class HostLinkResult:
     directions: tuple[str, ...]
     mode: str
     payload_bytes: int
-    verified_copies: int
     nodes: Mapping[int, float]
 
     @property
@@ -227,7 +225,6 @@ def measure_host_link(
         directions=directions,
         mode=BOTH if way == BOTH else ALONE,
         payload_bytes=payload_bytes,
-        verified_copies=rate.verified,
         nodes=host.nodes,
     )
 

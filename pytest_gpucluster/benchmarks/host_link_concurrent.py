@@ -127,7 +127,6 @@ def measure_host_links_concurrently(
         directions=(direction,),
         mode=TOGETHER,
         payload_bytes=payload_bytes,
-        verified_copies=copying.done,
         nodes=nodes,
     )
 

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import torch
 
-from pytest_gpucluster.benchmarks.verify import FACTOR, difference_seen
+from pytest_gpucluster.benchmarks.verify import FACTOR, difference_seen, wrong_words_text
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -190,12 +190,8 @@ class HostCopies:
 
     def _description(self, direction: str, index: int, found: torch.Tensor, expected: torch.Tensor) -> str:
         wrong = difference_seen(found, expected, self._name)
-        word, wanted = (int(side[wrong.offset]) % 2**64 for side in (found, expected))
-        return (
-            f"{self._name}: {direction} copy {index}: {wrong.count} of {self._words} 8-byte words are wrong, first at "
-            f"byte {WORD_BYTES * wrong.offset}: found {word:#018x}, expected {wanted:#018x} (bits that differ: "
-            f"{(word ^ wanted).bit_count()})"
-        )
+        word, wanted = (int(side[wrong.offset]) for side in (found, expected))
+        return f"{self._name}: {direction} copy {index}: {wrong_words_text(wrong, word, wanted, self._words)}"
 
 
 class _CopyClock:

@@ -116,12 +116,10 @@ class Sweep:
 
     Attributes:
         readings: two for each pair that was measured, one in each direction.
-        left_out: pairs of the rounds for which there was no time.
         seconds: the total time, on the first rank.
     """
 
     readings: tuple[Reading, ...]
-    left_out: tuple[Pair, ...]
     seconds: float
 
 
@@ -183,8 +181,7 @@ def sweep(
             progress(done, len(rounds))
         [more] = ranks.of_first([done < len(rounds) and now() - begin < longest_seconds])
     [seconds] = ranks.of_first([now() - begin])
-    left_out = tuple(link for round_ in rounds[done:] for link in round_)
-    return Sweep(readings=tuple(found), left_out=left_out, seconds=seconds)
+    return Sweep(readings=tuple(found), seconds=seconds)
 
 
 def gather_readings(ranks: Ranks, mine: Sequence[Reading]) -> tuple[Reading, ...]:

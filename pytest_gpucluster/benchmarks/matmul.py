@@ -19,7 +19,7 @@ import torch
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.dtypes import Arithmetic, arithmetic, require_fp8, require_switches
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free, sets_beyond_cache
-from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, element_text
+from pytest_gpucluster.benchmarks.verify import Comparison, Difference, bytes_to_compare, difference_seen, element_text
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.device.products import numerics
@@ -107,20 +107,11 @@ def reference_bytes(shape: Shape) -> int:
     return 2 * 4 * shape.k * shape.n + 4 * rows * (5 * shape.n + max(shape.n, shape.k))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wrong:
-    """How many elements are out of bounds, where the first one is, and its value."""
-
-    count: int
-    row: int
-    column: int
-    what: str
-
-
 def wrong_elements(
     left: torch.Tensor, right: torch.Tensor, product: torch.Tensor, arithmetic: Arithmetic
-) -> Wrong | None:
-    """Compare ``product`` with ``left @ right``; None if each element is within the bound of its arithmetic.
+) -> tuple[Difference, str] | None:
+    """Compare ``product`` with ``left @ right``: how many elements are out of bounds, where the first one is, and its
+    value; None if each element is within the bound of its arithmetic.
 
     The bound is ``roundoff`` of the element, and ``accumulation`` of |row of left| |column of right|.
 
@@ -130,7 +121,7 @@ def wrong_elements(
         product: (m, n), in the arithmetic's result dtype.
         arithmetic: how it was multiplied.
     """
-    count, first = 0, (0, 0, "")
+    count, first, what = 0, 0, ""
     with numerics("highest"):
         wide_right = right.float()
         right_norms = torch.linalg.vector_norm(wide_right, dim=0)
@@ -149,11 +140,9 @@ def wrong_elements(
                 offset = int(wrong.flatten().view(torch.uint8).argmax())
                 values = [float(each.flatten()[offset]) for each in (found, reference, bound)]
                 what = "found {:.9g}, the fp32 reference is {:.9g}, allowed are +-{:.3g}".format(*values)
-                row, column = divmod(offset, columns)
-                first = start + row, column, what
+                first = start * columns + offset
             count += here
-    row, column, what = first
-    return Wrong(count=count, row=row, column=column, what=what) if count else None
+    return (Difference(count=count, offset=first), what) if count else None
 
 
 def _rows_of_a_part(rows: int, columns: int) -> int:
@@ -271,8 +260,8 @@ class Products:
         with counted(VERIFYING):
             wrong = wrong_elements(left, right, first, self._buffers.kind)
         if wrong is not None:
-            place = self._place(wrong.count, wrong.row, wrong.column)
-            raise WrongResult(f"{self._name}: the first product is wrong in {place}: {wrong.what}")
+            where, what = wrong
+            raise WrongResult(f"{self._name}: the first product is wrong in {self._place(where)}: {what}")
         return _Operands(left=left, right=right, first=first.clone())
 
     def start(self, index: int) -> None:
@@ -303,14 +292,14 @@ class Products:
         pair, result = operands[wrong[0]]
         found = difference_seen(result, pair.first, self._name)
         raise WrongResult(
-            f"{self._name}: product {done[wrong[0]]} is wrong in"
-            f" {self._place(found.count, *divmod(found.offset, self._shape.n))}:"
+            f"{self._name}: product {done[wrong[0]]} is wrong in {self._place(found)}:"
             f" found {element_text(result, found.offset)}, expected {element_text(pair.first, found.offset)};"
             f" {len(wrong)} of {self._verified} products are wrong"
         )
 
-    def _place(self, count: int, row: int, column: int) -> str:
-        return f"{count} of {self._shape.m * self._shape.n} elements, first at row {row}, column {column}"
+    def _place(self, wrong: Difference) -> str:
+        row, column = divmod(wrong.offset, self._shape.n)
+        return f"{wrong.count} of {self._shape.m * self._shape.n} elements, first at row {row}, column {column}"
 
 
 def _operand(kind: Arithmetic, rows: int, columns: int, lies: str, random: torch.Generator) -> torch.Tensor:
@@ -362,18 +351,11 @@ class MatmulResult:
     Attributes:
         tflops: in 10**12 floating point operations a second, a sample for each block of products.
         shape, dtype: of the products.
-        iters: timed products, without those of the warm-up.
-        verified_products: products compared element by element: the timed ones, those of the warm-up and the first
-            ones, which the others are compared with.
-        operand_sets: sets of operands that were used in turn, so that they do not stay in the device's cache.
     """
 
     tflops: Series
     shape: Shape
     dtype: str
-    iters: int
-    verified_products: int
-    operand_sets: int
 
 
 @releases_memory()
@@ -421,14 +403,7 @@ def measure_matmul(
     with numerics(buffers.kind.float32_precision):
         products = Products(device, buffers, name=name, seed=0)
         rate = measure_rate(products, accelerator(device).clock(), sampling=sampling, during=during)
-    return MatmulResult(
-        tflops=rate.per_second.scaled(shape.flops / 1e12),
-        shape=shape,
-        dtype=dtype,
-        iters=rate.timed,
-        verified_products=rate.verified + 2 * buffers.sets,
-        operand_sets=buffers.sets,
-    )
+    return MatmulResult(tflops=rate.per_second.scaled(shape.flops / 1e12), shape=shape, dtype=dtype)
 
 
 def best_square(tflops: Mapping[int, Series]) -> BestSquare:

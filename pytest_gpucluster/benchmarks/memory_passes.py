@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_gpucluster.benchmarks.verify import PART_WORDS, Difference, Pattern, PatternWriter, signed
+from pytest_gpucluster.benchmarks.verify import PART_WORDS, Difference, Pattern, PatternWriter, signed, wrong_words_text
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import WrongResult
 
@@ -224,12 +224,7 @@ def _empty(device: torch.device, words: int) -> torch.Tensor:
 
 
 def _defect_text(wrong: Difference, words: torch.Tensor, expected: int) -> str:
-    found = int(words[wrong.offset])
-    flipped = ((found ^ expected) % 2**64).bit_count()
-    return (
-        f"{wrong.count} of {len(words)} 8-byte words are wrong, first at byte {wrong.offset * WORD_BYTES}: found"
-        f" {_hex(found)}, expected {_hex(expected)} (bits that differ: {flipped})"
-    )
+    return wrong_words_text(wrong, int(words[wrong.offset]), expected, len(words))
 
 
 def _hex(word: int) -> str:

@@ -107,6 +107,15 @@ def element_text(tensor: torch.Tensor, offset: int) -> str:
     return f"{element.item():g} ({int(bits_of(element)) % 256**width:#0{2 * width + 2}x})"
 
 
+def wrong_words_text(wrong: Difference, found: int, expected: int, words: int) -> str:
+    """Describe wrong 8-byte words among ``words``, of which the first one is ``found``, and ``expected`` is its due."""
+    found, expected = found % 2**64, expected % 2**64
+    return (
+        f"{wrong.count} of {words} 8-byte words are wrong, first at byte {8 * wrong.offset}: found {found:#018x},"
+        f" expected {expected:#018x} (bits that differ: {(found ^ expected).bit_count()})"
+    )
+
+
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 PART_WORDS = 2**24

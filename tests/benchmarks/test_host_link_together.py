@@ -54,8 +54,9 @@ def outcome(copier, **arguments):
 
 SCRIPT = """
 told = {}
-result = outcome(Timed(seconds=1 / 64 if rank else 1 / 128))
-told["slow"] = [result.bytes_per_second.median, result.bytes_per_second.inconclusive, result.verified_copies]
+timed = Timed(seconds=1 / 64 if rank else 1 / 128)
+result = outcome(timed)
+told["slow"] = [result.bytes_per_second.median, result.bytes_per_second.inconclusive, timed.calls]
 
 def refuse(*_, **__):
     raise EnvironmentBroken("no memory here")
@@ -105,7 +106,6 @@ def test_one_rank_alone_is_a_common_window_too(alone, direction):
     result = measure(alone, Timed(1 / 128), direction)
     assert result.bytes_per_second.median == pytest.approx(8000 * 128)
     assert (result.mode, result.directions, result.size) == ("together", (direction,), "8 kB")
-    assert result.verified_copies > 8
 
 
 def test_wrong_data_outweigh_a_clock_that_stands_still(alone):

@@ -81,8 +81,6 @@ def test_the_rate_is_bytes_over_the_time_of_the_passes_alone(kind, factor):
     assert result.bytes_per_pass == factor * 8 * WORDS
     assert result.bytes_per_second.samples == (factor * 8.0 * WORDS * 128,) * 8
     assert result.bytes_per_second.inconclusive == ""
-    assert result.passes == 8 * 13  # blocks of a tenth of a second
-    assert result.verified_passes == operations.calls
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 40], ids=["first", "second", "warm-up", "timed"])
@@ -210,11 +208,9 @@ def test_buffers_that_fit_the_cache_are_used_in_turn_with_others(kind, cache, se
             places.append(tuple(sorted(each.untyped_storage().data_ptr() for each in buffers)))
             super()._step(operation, target, *arguments)
 
-    result = measure(kind, Look(), cache=cache)
-    assert result.buffer_sets == sets
+    measure(kind, Look(), cache=cache)
     assert len(set(places)) == sets
     assert places == [places[index % sets] for index in range(len(places))]
-    assert result.verified_passes == len(places)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
