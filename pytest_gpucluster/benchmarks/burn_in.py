@@ -24,6 +24,7 @@ from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.metrics.measurement import Value
 from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
@@ -56,16 +57,6 @@ class Point:
     products: int
     busy_seconds: float
     tflops: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricValue:
-    """A value for ``measure``: its metric, its unit, and whether it is only recorded."""
-
-    metric: str
-    value: float
-    unit: str
-    record_only: bool
 
 
 class TimeSeries:
@@ -149,7 +140,7 @@ class TimeSeries:
 
     def metric_values(
         self, dtype: str, telemetry: Mapping[str, Any], *, slowdowns: Iterable[str] = ()
-    ) -> Iterator[MetricValue]:
+    ) -> Iterator[Value]:
         """Yield the values so far, to be recorded however the burn-in ends.
 
         Rates of a part of the time are only recorded: the device may not have reached its temperature.
@@ -160,20 +151,18 @@ class TimeSeries:
             slowdowns: names of throttle reasons that a healthy GPU does not have.
         """
         part = not self.is_complete
-        yield MetricValue(metric="burn_in.completed", value=self.completed, unit="ratio", record_only=True)
+        yield Value("burn_in.completed", self.completed, "ratio")
         if self.points:
-            yield MetricValue(metric=f"matmul.{dtype}.tflops", value=self.tflops, unit="TFLOPS", record_only=part)
+            yield Value(f"matmul.{dtype}.tflops", self.tflops, "TFLOPS", record_only=part)
         if self.has_ends:
-            yield MetricValue(metric="burn_in.retention", value=self.retention, unit="ratio", record_only=part)
+            yield Value("burn_in.retention", self.retention, "ratio", record_only=part)
         if THROTTLE_SHARE in telemetry:
             worst = max((telemetry[THROTTLE_SHARE].get(name, 0.0) for name in slowdowns), default=0.0)
-            yield MetricValue(metric="burn_in.slowed", value=worst, unit="ratio", record_only=part)
+            yield Value("burn_in.slowed", worst, "ratio", record_only=part)
         if TEMPERATURE in telemetry:
-            yield MetricValue(
-                metric="burn_in.temperature", value=telemetry[TEMPERATURE][-1], unit="degC", record_only=True
-            )
+            yield Value("burn_in.temperature", telemetry[TEMPERATURE][-1], "degC")
         if POWER in telemetry:
-            yield MetricValue(metric="burn_in.power", value=telemetry[POWER][1], unit="W", record_only=True)
+            yield Value("burn_in.power", telemetry[POWER][1], "W")
 
     @staticmethod
     def require_telemetry(telemetry: Mapping[str, Any], where: str) -> None:
@@ -257,12 +246,26 @@ def burn_in(
     """
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
     buffers = prepare_shape(device, square_shape(n, dtype), dtype=dtype, instead=instead)
-    name = f"{device}: burn-in {dtype} n={n}"
+    name, by, total = f"{device}: burn-in {dtype} n={n}", accelerator(device), math.ceil(series.seconds)
     try:
         with numerics(buffers.kind.float32_precision):
             products = Products(device, buffers, name=name, seed=0)
-            bursts = Bursts(products, accelerator(device).clock())
-            _burn(products, bursts, series, interval_seconds, during, progress, accelerator(device).now)
+            bursts, now = Bursts(products, by.clock()), by.now
+            begin, gone, reported = now(), 0.0, 0
+            with counted(MEASURING), during:
+                while gone < series.seconds:
+                    done, busy = 0, 0.0
+                    until = min(gone + interval_seconds, series.seconds)
+                    while gone < until:
+                        busy += bursts.burst(products.max_in_flight)
+                        done += products.max_in_flight
+                        gone = now() - begin
+                    tflops = done * products.flops / busy / 1e12
+                    series.add(Point(at_seconds=gone, products=done, busy_seconds=busy, tflops=tflops))
+                    step = int(gone) if gone < series.seconds else total
+                    if progress is not None and step > reported and series.seconds >= PROGRESS_SECONDS:
+                        reported = step
+                        progress(step, total, tflops=tflops)
     except WrongResult as error:
         raise WrongResult(f"{error}; {series.progress_text}") from error
     except KeyboardInterrupt:
@@ -272,34 +275,6 @@ def burn_in(
     except BaseException as stop:  # how a rank is stopped when the run is over, or past its deadline
         raise EnvironmentBroken(f"{stop}; burn-in stopped {series.progress_text}") from stop
     series.is_complete = True
-
-
-def _burn(
-    products: Products,
-    bursts: Bursts,
-    series: TimeSeries,
-    interval_seconds: float,
-    during: AbstractContextManager[object],
-    progress: Progress | None,
-    now: Callable[[], float],
-) -> None:
-    total, reported = math.ceil(series.seconds), 0
-    begin, gone = now(), 0.0
-    with counted(MEASURING), during:
-        while gone < series.seconds:
-            done, busy = 0, 0.0
-            until = min(gone + interval_seconds, series.seconds)
-            while gone < until:
-                busy += bursts.burst(products.max_in_flight)
-                done += products.max_in_flight
-                gone = now() - begin
-            tflops = done * products.flops / busy / 1e12
-            point = Point(at_seconds=gone, products=done, busy_seconds=busy, tflops=tflops)
-            series.add(point)
-            step = int(gone) if gone < series.seconds else total
-            if progress is not None and step > reported and series.seconds >= PROGRESS_SECONDS:
-                reported = step
-                progress(step, total, tflops=point.tflops)
 
 
 SAMPLE_SECONDS = 0.2

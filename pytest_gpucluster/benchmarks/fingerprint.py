@@ -31,6 +31,7 @@ from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
+from pytest_gpucluster.text import some_of
 
 HEAD = 64
 """Width of a head of attention, for which every kernel is made."""
@@ -277,17 +278,13 @@ def _description(disagreement: Disagreement, rank: int, names: Mapping[int, str]
             f"{disagreement.stage} gives {digest}, and {many} of {len(disagreement.ranks)} of this kind give "
             f"{disagreement.majority}"
         )
-    groups = "; ".join(f"{digest} on {_names(ranks, names)}" for digest, ranks in disagreement.holders.items())
+    holders = {digest: [names[rank] for rank in ranks] for digest, ranks in disagreement.holders.items()}
+    groups = "; ".join(f"{digest} on {some_of(its, _LISTED)}" for digest, its in holders.items())
     if len(disagreement.ranks) == 2:
         return (
             f"{disagreement.stage} gives {groups}: one of the two is wrong; a third GPU of their kind would show which"
         )
     return f"{disagreement.stage} gives {groups}: no majority, so the wrong ones are unknown; run more of their kind"
-
-
-def _names(ranks: Sequence[int], names: Mapping[int, str]) -> str:
-    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
-    return ", ".join(names[rank] for rank in ranks[:_LISTED]) + more
 
 
 _POLL_SECONDS = 0.1

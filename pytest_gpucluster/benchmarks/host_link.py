@@ -211,7 +211,8 @@ def measure_host_link(
     Source: as nvbandwidth counts and measures, host_to_device_memcpy_ce and its like, with 64 MiB a copy,
     https://github.com/NVIDIA/nvbandwidth; its bidirectional tests time one direction, here both must end.
     """
-    directions = directions_of(way)
+    require_one_of("a way", way, WAYS)
+    directions = (H2D, D2H) if way == BOTH else (way,)
     words = check_sizes(device, directions, payload_bytes, copies)
     name = f"{device}: host link {way}, {show_bytes(payload_bytes)}"
     by = accelerator(device)
@@ -227,18 +228,6 @@ def measure_host_link(
         payload_bytes=payload_bytes,
         nodes=host.nodes,
     )
-
-
-def directions_of(way: str) -> tuple[str, ...]:
-    """Return the directions of a way.
-
-    Raises: ValueError if there is no such way.
-
-    >>> directions_of("h2d"), directions_of("both")
-    (('h2d',), ('h2d', 'd2h'))
-    """
-    require_one_of("a way", way, WAYS)
-    return (H2D, D2H) if way == BOTH else (way,)
 
 
 def check_sizes(device: torch.device, directions: tuple[str, ...], payload_bytes: int, copies: int) -> int:

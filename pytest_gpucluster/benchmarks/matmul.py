@@ -61,11 +61,6 @@ class Shape:
         return cls(m=n, n=n, k=n, layout=layout)
 
     @property
-    def is_square(self) -> bool:
-        """Whether both operands are n x n, so that they can be multiplied either way."""
-        return self.m == self.n == self.k
-
-    @property
     def flops(self) -> int:
         """Operations of one product.
 
@@ -182,7 +177,7 @@ class Buffers:
 
     def __init__(self, *, shape: Shape, kind: Arithmetic, cache: int) -> None:
         self.shape, self.kind = shape, kind
-        self.turns_around = shape.is_square and shape.layout == usual_layout(kind)
+        self.turns_around = shape.m == shape.n == shape.k and shape.layout == usual_layout(kind)
         left, right = (elements * kind.operands.itemsize for elements in (shape.m * shape.k, shape.k * shape.n))
         if self.turns_around:
             # Column-major right operands are copies: the same matrix is the left one of the other product.

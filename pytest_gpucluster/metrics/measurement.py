@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pytest_gpucluster.errors import JournalError, MeasurementError, UnitError
 from pytest_gpucluster.metrics import units
@@ -54,6 +54,15 @@ def known(name: str) -> Metric:
             f"unknown metric {name!r}{units.did_you_mean(name, _REGISTRY) or ';'} docs/reference/reference.md lists "
             "them; the hook pytest_gpucluster_metrics of a conftest.py declares more"
         ) from None
+
+
+class Value(NamedTuple):
+    """A value to measure. ``record_only``: findings decide, not a limit."""
+
+    metric: str
+    value: float
+    unit: str
+    record_only: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

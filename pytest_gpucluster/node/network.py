@@ -22,6 +22,7 @@ from typing import Any
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.node.interfaces import Board, Chosen, Nodes
+from pytest_gpucluster.text import some_of
 
 NOW: Callable[[], float] = time.time
 """This host's clock, in seconds since the epoch. Tests replace it by a wrong one."""
@@ -220,8 +221,7 @@ class Reachability:
         suspects = self.suspects()
         if node not in suspects and not (self.silent and node == min(self.hosts)):
             return
-        names = ", ".join(self.hosts[one] for one in suspects[:_MAX_NODES])
-        names += f" and {len(suspects) - _MAX_NODES} more" if len(suspects) > _MAX_NODES else ""
+        names = some_of([self.hosts[one] for one in suspects], _MAX_NODES)
         lines = [f"- {self.hosts[one]}: {why}" for one, why in sorted(self.absent.items())]
         lines += [f"- {self.hosts[one]}: {_SILENT}" for one in self.silent]
         lines += [

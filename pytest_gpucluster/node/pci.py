@@ -194,7 +194,9 @@ def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
     if folder is None:
         return None
     ports, hidden = [], False
-    for bridge in _bridges(tree.path(folder).resolve()):
+    for bridge in tree.path(folder).resolve().parents:
+        if pci_address(bridge.name) != bridge.name:
+            continue
         try:
             config = (bridge / "config").read_bytes()
         except OSError:
@@ -205,11 +207,6 @@ def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
             ports.append((bridge.name, bits))
     kind = tree.text(f"{folder}/iommu_group/type") or ""
     return PciPath(pci=folder.rpartition("/")[2], iommu=kind, redirecting=tuple(ports), hidden=hidden)
-
-
-def _bridges(device: Path) -> list[Path]:
-    """Return the folders of the bridges above a device, the nearest first."""
-    return [above for above in device.parents if pci_address(above.name) == above.name]
 
 
 def redirects(config: bytes) -> tuple[str, ...]:

@@ -234,7 +234,9 @@ class _Run:
         if not self._on_all_ranks(self._steps[-1].all_finite):
             return self._convergence(found)
         if self._everyone.count > self._ranks.count:
-            result["group_error"] = self._group_error()
+            first = self._everyone.of_first([point.loss for point in self._points])
+            pairs = zip(self._points, first, strict=True)
+            result["group_error"] = largest(relative(point.loss, other) for point, other in pairs)
         with counted(VERIFYING), memory_released(cycles=True), self._compiler():
             result["replayed_steps"], result["resume_error"] = self._replay(folder)
         with counted(VERIFYING), memory_released(cycles=True):
@@ -378,10 +380,6 @@ class _Run:
         if self._data.train.padded:
             del last["final_loss"]
         return {name: mean_of_last(self._curve(), LAST, of) for name, of in last.items()}
-
-    def _group_error(self) -> float:
-        losses = self._everyone.gather([point.loss for point in self._points])
-        return largest(relative(point.loss, other) for point, other in zip(self._points, losses[0], strict=True))
 
     def _curve(self) -> Curve:
         return Curve(points=tuple(self._points), held_out=tuple(self._held_out), context=self._context)

@@ -61,11 +61,6 @@ def trained_parameters(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a weight of this name is an adapter's."""
-    return ".lora_" in name
-
-
 def is_outer_factor(name: str) -> bool:
     """Whether a weight of this name is an adapter's B: it starts as 0, so any training changes it.
 

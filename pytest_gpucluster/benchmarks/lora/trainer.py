@@ -22,7 +22,7 @@ from torch.nn.utils import get_total_norm
 
 from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
-from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_adapter, is_outer_factor, make_adapted
+from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_outer_factor, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, global_batch, segments, share
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, micro_batches, seed_of_step
 from pytest_gpucluster.benchmarks.storage import checkpoint
@@ -217,7 +217,7 @@ class Trainer:
             self._components.shard(self.model, mesh_of(group, device), precision=recipe.precision)
         weights = dict(self.model.named_parameters())
         # Adapters that are frozen by mistake too: then they do not move, and are found by that.
-        self._trained = {name: its for name, its in weights.items() if its.requires_grad or is_adapter(name)}
+        self._trained = {name: its for name, its in weights.items() if its.requires_grad or ".lora_" in name}
         self._before = fingerprints(self.model)
         self.optimizer = self.make_optimizer(self._trained.values())
         self._largest = torch.zeros((), device=device)

@@ -237,17 +237,20 @@ COMMUNICATION = "exposed_communication"
 """A part of forward and backward: their difference with and without the exchange between the ranks. Waiting for a
 slower rank is in it, communication that is hidden behind computing is not."""
 
+PARTS_STEPS = 5
+"""Steps in which the parts are timed, and as many without exchange."""
+
 GATHERED_BYTES = 8
 """For each weight, where an FSDP2 model takes steps without exchange: whole in bf16, its gradient in bf16 and added up
 in fp32."""
 
 
-def time_parts(training: Training, batches: Iterator[torch.Tensor], clock: Clock, *, steps: int) -> dict[str, float]:
+def time_parts(training: Training, batches: Iterator[torch.Tensor], clock: Clock) -> dict[str, float]:
     """Take some steps, and return the median seconds of each part in ``IN_ORDER``.
 
-    Collective: every rank that trains must call this, with the same number of steps.
+    Collective: every rank that trains must call this.
     """
-    for _ in range(steps):
+    for _ in range(PARTS_STEPS):
         with clock.region():
             rows = next(batches)
         training.optimizer.zero_grad(set_to_none=True)
@@ -262,7 +265,7 @@ def time_parts(training: Training, batches: Iterator[torch.Tensor], clock: Clock
     return {part: median(seconds[place :: len(IN_ORDER)]) for place, part in enumerate(IN_ORDER)}
 
 
-def time_without_exchange(training: Training, batches: Iterator[torch.Tensor], clock: Clock, *, steps: int) -> float:
+def time_without_exchange(training: Training, batches: Iterator[torch.Tensor], clock: Clock) -> float:
     """Return the median seconds of forward and backward without any exchange between the ranks.
 
     No rank waits for another here. The weights stay the same, and the model must not be trained any further.
@@ -274,7 +277,7 @@ def time_without_exchange(training: Training, batches: Iterator[torch.Tensor], c
         training.model.set_reshard_after_forward(False)
         training.model.set_reshard_after_backward(False)
     with without_gradient_sync(training.model):
-        for _ in range(steps + 1):
+        for _ in range(PARTS_STEPS + 1):
             rows = next(batches)
             training.optimizer.zero_grad(set_to_none=True)
             with clock.region():

@@ -50,9 +50,6 @@ loss to fall in a dozen steps."""
 FIRST_STEPS = 3
 """Before anything is timed: the first compiles and connects, and the optimizer creates its moments."""
 
-PARTS_STEPS = 5
-"""Steps in which the parts are timed, and as many without exchange."""
-
 MOST_STEPS = 10_000
 """Maximum between two decisions. The values of each are kept on the device until then."""
 
@@ -320,7 +317,7 @@ class _Steps:
         return seconds
 
     def _parts(self) -> dict[str, float]:
-        parts = time_parts(self._training, self._batches, self._clock, steps=PARTS_STEPS)
+        parts = time_parts(self._training, self._batches, self._clock)
         if self._ranks.count == 1:
             return parts | {COMMUNICATION: 0.0}
         needed = GATHERED_BYTES * self._setup.geometry.parameters if self._setup.strategy == "fsdp" else 0
@@ -331,7 +328,7 @@ class _Steps:
                 f"and {least / 1e9:.3g} GB are free"
             )
             return parts
-        alone = time_without_exchange(self._training, self._batches, self._clock, steps=PARTS_STEPS)
+        alone = time_without_exchange(self._training, self._batches, self._clock)
         # Two equal medians may differ by chance.
         return parts | {COMMUNICATION: max(0.0, parts["forward"] + parts["backward"] - alone)}
 

@@ -30,6 +30,7 @@ from pytest_gpucluster.node.infiniband import (
 )
 from pytest_gpucluster.node.pci import PeerMemory
 from pytest_gpucluster.node.sysfs import Tree
+from pytest_gpucluster.text import some_of
 
 
 def leaf_of(environ: Mapping[str, str]) -> str:
@@ -350,8 +351,7 @@ def shared_rails(faults: Iterable[tuple[str, str]], leaves: Mapping[str, str]) -
         for name, hosts in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
             if len(hosts) > 1:
                 count = len(leaves) if what == "rail" else sizes[name]
-                more = f" and {len(hosts) - _MAX_HOSTS} more" if len(hosts) > _MAX_HOSTS else ""
-                listed = ", ".join(list(hosts)[:_MAX_HOSTS]) + more
+                listed = some_of([*hosts], _MAX_HOSTS)
                 lines.append(f"{what} {name}: faults on {len(hosts)} of its {count} nodes ({listed})")
     return lines
 

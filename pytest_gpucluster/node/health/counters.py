@@ -30,11 +30,6 @@ from pytest_gpucluster.node.nvml import Nvml, read_values
 from pytest_gpucluster.text import plural
 
 
-def ports_of_node() -> Adapters:
-    """Read the ports without their GID tables, which hold no counters."""
-    return infiniband.read(gids=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sources:
     """Where a rank reads its counters. Tests replace them.
@@ -45,7 +40,7 @@ class Sources:
         of_node: this rank also reads the node's counters.
         gpus_of_node: PCI address, as the kernel writes it, -> the GPU of a rank of this node.
         kernel_log: read where there is a GPU.
-        adapters: the InfiniBand ports.
+        adapters: the InfiniBand ports, without their tables of GIDs, which hold no counters.
         of_switches: this rank also reports the NVSwitches of the node.
     """
 
@@ -55,7 +50,7 @@ class Sources:
     of_node: bool = False
     gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
     kernel_log: Callable[[], KernelLog] = field(default_factory=kernel_log.Reader)
-    adapters: Callable[[], Adapters] = ports_of_node
+    adapters: Callable[[], Adapters] = lambda: infiniband.read(gids=False)
     of_switches: bool = True
 
     @property
@@ -266,7 +261,7 @@ def changes(before: Counters, after: Counters) -> Changes:
             continue
         change = value - before.values[name]
         if change < 0 and not _is_state(name):
-            was, now = _whole(before.values[name]), _whole(value)
+            was, now = whole(before.values[name]), whole(value)
             found.notes.append(f"{name} went from {was} to {now}: it was reset, or wrapped")
             change = 0 if name.endswith(tuple(f".{counter}" for counter in BYTES.values())) else value
         if change:
@@ -295,7 +290,7 @@ def _compare_gpu(before: Counters, after: Counters, found: Changes) -> None:
             code, what = MEMORY_FAULTS[name]
             if all(fault.code != code for fault in found.faults):  # volatile errors are counted in the aggregate, too
                 remedy = FINDINGS[code][2] if code in FINDINGS else DIAGNOSE
-                found._fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy)
+                found._fault(after.gpu, code, f"{whole(change)} new: {what}", remedy)
         elif name == RECOVERY and (value := int(after.values[name])):
             entry = recovery_action(value)
             wanted = f"NVML's recovery action of this GPU changed to {value:#x}: {entry.meaning}"
@@ -304,7 +299,7 @@ def _compare_gpu(before: Counters, after: Counters, found: Changes) -> None:
             links.setdefault(("nvlink_down", "NVLinks that went down"), []).append(f"link {link['link']}")
         elif link and link["counter"] in (*ZERO_TOLERANCE, *MUST_NOT_GROW) and change > 0:
             key = "nvlink_errors", f"NVLink counter {link['counter']} has grown"
-            links.setdefault(key, []).append(f"link {link['link']}: {_whole(change)}")
+            links.setdefault(key, []).append(f"link {link['link']}: {whole(change)}")
     for (code, what), where in links.items():
         remedy = FINDINGS[code][2].format(excuse="")
         found._fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy)
@@ -380,5 +375,6 @@ def _is_state(name: str) -> bool:
     return name == RECOVERY or name.startswith("nvlink.up[") or name.endswith((f".{ACTIVE}", f".{RATE}"))
 
 
-def _whole(value: float) -> float:
+def whole(value: float) -> float:
+    """Return a count as a whole number, where it is one."""
     return int(value) if value == int(value) else value

@@ -217,7 +217,8 @@ class TestMonitor:
         assert isinstance(after, Counters)
         found = counters.changes(self._before, after)
         self._judge(found)
-        record = {"counters": _plain(found), "counter_notes": list(found.notes)}
+        changed = {name: counters.whole(by) for name, by in found.changed.items()}
+        record: dict[str, Any] = {"counters": changed, "counter_notes": list(found.notes)}
         if self.sources is not None and self.sources.has_gpu:  # a rehearsal on cpu needs no counters
             record |= {"counters_not_available": dict(found.missing)}
         return {key: value for key, value in record.items() if value}
@@ -237,7 +238,3 @@ class TestMonitor:
                 + "".join(f"\n- {query}: {found.missing[query]}" for query in lacking)
                 + "\nwhat to do: as for the criterion gpu.health, which requires the same"
             )
-
-
-def _plain(found: Changes) -> dict[str, float]:
-    return {name: int(by) if by == int(by) else by for name, by in found.changed.items()}

@@ -13,6 +13,7 @@ from typing import Any
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics.datasheets import Promise, promise_of
 from pytest_gpucluster.metrics.finding import Finding, Identity, identity, require_nothing
+from pytest_gpucluster.metrics.measurement import Value
 from pytest_gpucluster.node import kernel_log, pci, processes
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import Nvml, NvmlValues, read_values
@@ -194,30 +195,20 @@ def _node(sources: Sources, ranks: int, here: Iterable[Mapping[str, Any]]) -> No
         return replace(found, bus_unreadable=str(error))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A value for the report. ``record_only``: findings decide, not a limit."""
-
-    metric: str
-    value: float
-    unit: str
-    record_only: bool = True
-
-
-def readings(snapshot: HealthSnapshot) -> Iterator[Reading]:
+def readings(snapshot: HealthSnapshot) -> Iterator[Value]:
     """Yield the values that NVML reported."""
     total, free = snapshot.before.get("memory.total"), snapshot.free_ratio
     if total is not None:
         # The limit is for a whole GPU; a slice has a part of its memory.
-        yield Reading(metric="gpu.memory.total", value=total / 1e9, unit="GB", record_only=snapshot.is_slice)
+        yield Value("gpu.memory.total", total / 1e9, "GB", record_only=snapshot.is_slice)
     if free is not None:
-        yield Reading(metric="gpu.memory.free", value=100 * free, unit="%")
+        yield Value("gpu.memory.free", 100 * free, "%")
     hottest = max(snapshot.loaded("temperature.gpu"), default=None)
     if hottest is not None:
-        yield Reading(metric="gpu.temperature", value=hottest, unit="degC")
+        yield Value("gpu.temperature", hottest, "degC")
     limit, default = snapshot.before.get("power.limit"), snapshot.before.get("power.limit.default")
     if limit is not None and default:
-        yield Reading(metric="gpu.power_limit", value=100 * limit / default, unit="%")
+        yield Value("gpu.power_limit", 100 * limit / default, "%")
 
 
 def require_healthy(snapshot: HealthSnapshot, findings: Iterable[Finding]) -> None:

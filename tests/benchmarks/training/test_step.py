@@ -142,13 +142,15 @@ def batches_of(clock, *seconds):
         yield torch.zeros(1)
 
 
-def test_each_part_is_the_median_of_its_own_time(clock):
+def test_each_part_is_the_median_of_its_own_time(clock, monkeypatch):
+    monkeypatch.setattr(step, "PARTS_STEPS", 3)
     training = training_of(clock, forward=[1, 2, 9], backward=[4, 4, 5], optimizer=[0, 1, 1])
-    found = time_parts(training, batches_of(clock, 3, 0, 7), clock, steps=3)
+    found = time_parts(training, batches_of(clock, 3, 0, 7), clock)
     assert found == {"data_wait": 3, "forward": 2, "backward": 4, "optimizer": 1.5}
     assert tuple(found) == IN_ORDER
 
 
-def test_a_step_without_exchange_is_forward_and_backward_but_for_the_first_one(clock):
+def test_a_step_without_exchange_is_forward_and_backward_but_for_the_first_one(clock, monkeypatch):
+    monkeypatch.setattr(step, "PARTS_STEPS", 3)
     training = training_of(clock, forward=[50, 1, 1, 3], backward=[50, 2, 2, 3], optimizer=[])
-    assert time_without_exchange(training, batches_of(clock, 9), clock, steps=3) == 3
+    assert time_without_exchange(training, batches_of(clock, 9), clock) == 3

@@ -175,7 +175,7 @@ def test_ranks_that_would_train_something_else_are_reported_on_all_of_them(monke
 
 def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch):
     monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
-    monkeypatch.setattr(module, "time_parts", lambda *given, steps: {"forward": 1.0})
+    monkeypatch.setattr(module, "time_parts", lambda *given: {"forward": 1.0})
     steps = SimpleNamespace(
         _ranks=SimpleNamespace(count=2, gather=lambda numbers: [numbers, numbers]),
         _setup=setup(strategy="fsdp"),
