@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -26,6 +27,9 @@ BLOCK_SECONDS = 0.25
 
 BATCH_SECONDS = 1.0
 """After the window, the decision whether to continue is made again after this time."""
+
+Progress = Callable[..., None]
+"""``progress(step, of, **figures)``: for the display."""
 
 NO_CONTEXT: AbstractContextManager[object] = nullcontext()
 """Entered during the measurement, unless the caller passes a context."""

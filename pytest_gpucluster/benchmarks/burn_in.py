@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts, Progress
 from pytest_gpucluster.benchmarks.matmul import KEPT, Products, prepare_shape, square_shape
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.backends import accelerator
@@ -200,9 +200,6 @@ class TimeSeries:
         # A point that takes longer than the end itself is the end; the last one is always in it.
         return median(first or [self.points[0].tflops]), median(last)
 
-
-Progress = Callable[..., None]
-"""``progress(step, of, **figures)``: for the display. A step is a second."""
 
 PROGRESS_SECONDS = 5.0
 """Progress is reported only for measurements that take at least this long."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -152,38 +150,6 @@ class Samples:
         """Return the series of a value of each sample, by default this rank's. It is as inconclusive as the worst's."""
         value = of or (lambda sample: sample[self._ranks.index])
         return series(map(value, self.of_ranks), self._sampling, spent_seconds=self._spent).decided_by(self.worst)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Majority:
-    """The most frequent of the ranks' values.
-
-    Attributes:
-        value: the most frequent one; the first of equally frequent ones.
-        count: number of ranks that have it.
-        kinds: number of different values.
-        differing: the ranks with other values.
-    """
-
-    value: int
-    count: int
-    kinds: int
-    differing: tuple[int, ...]
-
-
-def majority(values: Sequence[int]) -> Majority:
-    """Compare the values of all ranks.
-
-    >>> majority([7, 7, 8])
-    Majority(value=7, count=2, kinds=2, differing=(2,))
-    """
-    [(value, count), *others] = Counter(values).most_common()
-    return Majority(
-        value=value,
-        count=count,
-        kinds=1 + len(others),
-        differing=tuple(rank for rank, its in enumerate(values) if its != value),
-    )
 
 
 _KINDS: dict[str, type[Exception]] = {"wrong": WrongResult, "value": ValueError, "broken": EnvironmentBroken}

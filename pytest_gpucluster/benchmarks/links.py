@@ -110,19 +110,6 @@ Progress = Callable[[int, int], object]
 """``progress(step, of)``: the number of rounds that have been measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """The readings of the ranks of a group. Equal on all of them.
-
-    Attributes:
-        readings: two for each pair that was measured, one in each direction.
-        seconds: the total time, on the first rank.
-    """
-
-    readings: tuple[Reading, ...]
-    seconds: float
-
-
 @releases_memory()
 def sweep(
     group: dist.ProcessGroup,
@@ -133,7 +120,7 @@ def sweep(
     round_seconds: float,
     longest_seconds: float = math.inf,
     progress: Progress | None = None,
-) -> Sweep:
+) -> tuple[tuple[Reading, ...], float]:
     """Measure the pairs of each round at the same time, round after round, in bytes a second for each direction.
 
     Collective: every rank of the group must call this, with the same rounds, size and times.
@@ -160,6 +147,9 @@ def sweep(
         longest_seconds: after a round that ends later than this, the others are left out. The first rank decides.
         progress: called after each round.
 
+    Returns: the readings of all ranks, two for each pair that was measured, one in each direction; and the total time
+        on the first rank. Equal on all of them.
+
     Raises:
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
@@ -181,7 +171,7 @@ def sweep(
             progress(done, len(rounds))
         [more] = ranks.of_first([done < len(rounds) and now() - begin < longest_seconds])
     [seconds] = ranks.of_first([now() - begin])
-    return Sweep(readings=tuple(found), seconds=seconds)
+    return tuple(found), seconds
 
 
 def gather_readings(ranks: Ranks, mine: Sequence[Reading]) -> tuple[Reading, ...]:
@@ -378,7 +368,7 @@ def survey(
 
     def measure(planned: Sequence[Round], show_progress: Progress | None = None) -> tuple[Matrix, float]:
         with sweeping():
-            found = sweep(
+            readings, seconds = sweep(
                 group,
                 device,
                 planned,
@@ -388,9 +378,9 @@ def survey(
                 progress=show_progress,
             )
         if scope == "world":
-            return matrix_of(found.readings, scope, places), found.seconds
-        everyones = gather_readings(ranks, [one for one in found.readings if one.receiver == rank])
-        return matrix_of(everyones, scope, places), max(seconds for [seconds] in ranks.gather([found.seconds]))
+            return matrix_of(readings, scope, places), seconds
+        everyones = gather_readings(ranks, [one for one in readings if one.receiver == rank])
+        return matrix_of(everyones, scope, places), max(its for [its] in ranks.gather([seconds]))
 
     with during or nullcontext():
         matrix, seconds = measure(rounds, progress)

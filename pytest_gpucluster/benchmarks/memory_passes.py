@@ -32,7 +32,21 @@ _NO_DATA = _DATA.word(-1)
 """A word that no buffer has as data: the pattern reaches it after 2**64 words."""
 
 
-class Copies:
+class _Passes:
+    """What all kinds have in common."""
+
+    max_in_flight = PASSES_AT_ONCE
+
+    def __init__(self, words: int, operations: Accelerator, name: str) -> None:
+        self._words, self._operations, self._name = words, operations, name
+
+    @staticmethod
+    def touched_bytes(words: int) -> int:
+        """Bytes that one pass moves."""
+        return words * WORD_BYTES
+
+
+class Copies(_Passes):
     """Copies from one buffer to the other and back, each to the next place: read plus written bytes count.
 
     Each copy moves the result of the one before it. So when the data are unchanged after many copies, every one of
@@ -40,8 +54,7 @@ class Copies:
     """
 
     def __init__(self, device: torch.device, words: int, sets: int, operations: Accelerator, *, name: str) -> None:
-        self.max_in_flight = PASSES_AT_ONCE
-        self._words, self._operations, self._name = words, operations, name
+        super().__init__(words, operations, name)
         self._writer = PatternWriter(device, words)
         length = words + PASSES_AT_ONCE * STEP_WORDS
         self._sets = [(_empty(device, length), _empty(device, length)) for _ in range(sets)]
@@ -55,7 +68,6 @@ class Copies:
 
     @staticmethod
     def touched_bytes(words: int) -> int:
-        """Bytes that one pass moves."""
         return 2 * words * WORD_BYTES
 
     def start(self, index: int) -> None:
@@ -91,12 +103,11 @@ class Copies:
             theirs.fill_(_NO_DATA)
 
 
-class Reads:
+class Reads(_Passes):
     """Sums of a known pattern, each over the next place. Every sum is compared with the expected one."""
 
     def __init__(self, device: torch.device, words: int, sets: int, operations: Accelerator, *, name: str) -> None:
-        self.max_in_flight = PASSES_AT_ONCE
-        self._words, self._operations, self._name = words, operations, name
+        super().__init__(words, operations, name)
         self._writer = PatternWriter(device, words)
         self._sets = [_empty(device, words + (_READ_PLACES - 1) * STEP_WORDS) for _ in range(sets)]
         for buffer in self._sets:
@@ -110,11 +121,6 @@ class Reads:
     def needed_bytes(words: int, sets: int) -> int:
         """Memory for buffers and verification."""
         return sets * (words + (_READ_PLACES - 1) * STEP_WORDS) * WORD_BYTES + PatternWriter.needed_bytes(words)
-
-    @staticmethod
-    def touched_bytes(words: int) -> int:
-        """Bytes that one pass moves."""
-        return words * WORD_BYTES
 
     def start(self, index: int) -> None:
         shift = self._shift(index) * STEP_WORDS
@@ -145,7 +151,7 @@ class Reads:
         return f"in memory {_defect_text(wrong, buffer, _DATA.word(wrong.offset))}"
 
 
-class Writes:
+class Writes(_Passes):
     """Fills, each with another value and from the next place on.
 
     The data before the place of the next fill stay, so that after many fills the beginning of each one can still be
@@ -153,8 +159,7 @@ class Writes:
     """
 
     def __init__(self, device: torch.device, words: int, sets: int, operations: Accelerator, *, name: str) -> None:
-        self.max_in_flight = PASSES_AT_ONCE
-        self._words, self._operations, self._name = words, operations, name
+        super().__init__(words, operations, name)
         self._sets = [_empty(device, words + PASSES_AT_ONCE * STEP_WORDS) for _ in range(sets)]
         for buffer in self._sets:
             buffer.fill_(_NO_DATA)
@@ -164,11 +169,6 @@ class Writes:
     def needed_bytes(words: int, sets: int) -> int:
         """Memory for buffers and verification."""
         return sets * (words + PASSES_AT_ONCE * STEP_WORDS) * WORD_BYTES + min(PART_WORDS, words)
-
-    @staticmethod
-    def touched_bytes(words: int) -> int:
-        """Bytes that one pass moves."""
-        return words * WORD_BYTES
 
     def start(self, index: int) -> None:
         self._operations.write(self._place(index), self._value(index))

@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 import torch
 
+from pytest_gpucluster.benchmarks.blocks import Progress
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -312,9 +313,6 @@ KEPT_WORDS = 2**16
 
 _SEARCH_WORDS = 2**20
 """Wrong words are searched for in this number at a time, to need little memory."""
-
-Progress = Callable[..., None]
-"""``progress(step, of, **figures)``: for the display. A step is a pass."""
 
 PROGRESS_SECONDS = 2.0
 """Before that no progress is reported."""

@@ -52,7 +52,7 @@ def swept(timed, planned=ROUNDS, **more):
 def plain(found):
     if isinstance(found, str):
         return found
-    rows = {f"{one.sender}>{one.receiver}": one for one in found.readings}
+    rows = {f"{one.sender}>{one.receiver}": one for one in found[0]}
     return {name: [one.bytes_per_second, one.payload_bytes, one.wrong] for name, one in rows.items()}
 
 timed = Timed()
@@ -73,7 +73,7 @@ say(plain(swept(Timed(spoil=flip))))
 say(plain(swept(Timed(spoil=lose))))
 
 late = swept(Timed(lambda peer: 1.0), longest_seconds=5.0)
-say([sorted({one.sender for one in late.readings}), late.seconds > 5])
+say([sorted({one.sender for one in late[0]}), late[1] > 5])
 say(plain(swept(Timed(lambda peer: 0.0 if rank == 2 else 0.01))))
 say(plain(swept(Timed(), payload_bytes=65536 + 8 * rank)))
 say(plain(swept(Timed(), planned=ROUNDS if rank else ROUNDS[:1])))
@@ -91,7 +91,7 @@ if rank:
     group = pair
     found = links.sweep(pair, device, (((1, 2),),), payload_bytes=4000, round_seconds=0.02)
     say(sorted(plain(found)))
-    received = [one for one in found.readings if one.receiver == rank]
+    received = [one for one in found[0] if one.receiver == rank]
     everyones = links.gather_readings(Ranks(dist.group.WORLD, device), received)
     pair = group = found = None
 else:

@@ -20,7 +20,7 @@ import torch
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
-from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, NoCall, has_call, parse, same_json
+from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, has_call, parse, same_json
 from pytest_gpucluster.benchmarks.lora.hub import local_only
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base, read_model
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, ids_of, segments, tokenizer_for
@@ -43,7 +43,7 @@ class Answer:
 
     expected: FunctionCall | None
     text: str
-    found: FunctionCall | NoCall
+    found: FunctionCall | str
 
     @property
     def grade(self) -> int:
@@ -172,7 +172,7 @@ def _questions(
         calls = [place for place, part in enumerate(parts) if part.is_assistant and has_call(part.text)]
         place = calls[0] if calls else next(place for place, part in enumerate(parts) if part.is_assistant)
         before, expected = parts[:place], parse(parts[place].text) if calls else None
-        if isinstance(expected, NoCall):
+        if isinstance(expected, str):
             skipped["the call in the row is not well-formed"] += 1
             continue
         prompt: list[int] = []

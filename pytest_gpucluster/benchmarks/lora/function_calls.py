@@ -33,13 +33,6 @@ class FunctionCall:
     arguments: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoCall:
-    """Why a text is no well-formed call."""
-
-    reason: str
-
-
 class _NotWellFormed(ValueError):
     pass
 
@@ -58,8 +51,10 @@ def write(call: FunctionCall) -> str:
     return f'{CALL} {{"name": {json.dumps(call.name)}, "arguments": \'{json.dumps(dict(call.arguments))}\'}}'
 
 
-def parse(text: str) -> FunctionCall | NoCall:
-    """Read the call in a text of the assistant. Text may precede it; only ``<|endoftext|>`` may follow.
+def parse(text: str) -> FunctionCall | str:
+    """Read the call in a text of the assistant; or return why there is no well-formed one.
+
+    Text may precede it; only ``<|endoftext|>`` may follow.
 
     Arguments are read as JSON in single quotes, where an apostrophe may be escaped (``\\'``) or not, and quotes and
     backslashes may be escaped once more; as a plain JSON object; and as JSON in a JSON string. What stands in quotes
@@ -69,18 +64,18 @@ def parse(text: str) -> FunctionCall | NoCall:
     >>> parse('''<functioncall> {"name": "f", "arguments": '{"a": 1}'} <|endoftext|>''')
     FunctionCall(name='f', arguments={'a': 1})
     >>> parse("Sorry, I cannot do that.")
-    NoCall(reason='no <functioncall>')
+    'no <functioncall>'
     """
     marker = _MARKER.search(text)
     if not marker:
-        return NoCall(reason=f"no {CALL}")
+        return f"no {CALL}"
     after = text[marker.end() :].rstrip().removesuffix(END).rstrip()
     try:
         return _call(_fields(after.removesuffix(_TEMPLATE_END).rstrip() if marker[0] == _OF_TEMPLATE else after))
     except _NotWellFormed as error:
-        return NoCall(reason=str(error))
+        return str(error)
     except RecursionError:
-        return NoCall(reason="nested too deeply")
+        return "nested too deeply"
 
 
 def same_json(one: object, other: object) -> bool:

@@ -87,12 +87,12 @@ def ask(kind: str, name: str, revision: str | None) -> list[str] | Exception:
         return error
 
 
-def local_only(model: str | Path, revision: str | None = None) -> bool:
+def local_only(model: str | Path) -> bool:
     """Return whether to load a model without the hub: it is a path, or the hub does not answer.
 
     Raises: ImportError without huggingface_hub.
     """
-    return Path(model).exists() or isinstance(ask("model", str(model), revision), Exception)
+    return Path(model).exists() or isinstance(ask("model", str(model), None), Exception)
 
 
 def fetch(

@@ -364,7 +364,7 @@ def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizer
     )
 
 
-def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
+def tokenizer_for(model: str | Path) -> Any:
     """Load the tokenizer of a model, from a folder or from the hub.
 
     With HF_HUB_OFFLINE, or where the hub does not answer, only the hub's cache is used.
@@ -373,11 +373,9 @@ def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    local = local_only(model, revision)
+    local = local_only(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(model), revision=revision, local_files_only=local, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         where = "it is no folder here and not in the hub's cache; " if local and not Path(model).exists() else ""
         raise EnvironmentBroken(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import get_total_norm
 
-from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
+from pytest_gpucluster.benchmarks.group import Ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_outer_factor, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, global_batch, segments, share
@@ -199,7 +200,8 @@ class Trainer:
         }
         of_ranks = self.ranks.gather_fingerprints(*found.values())
         for what, values in zip(found, zip(*of_ranks, strict=True), strict=True):
-            if differing := majority(values).differing:
+            usual = Counter(values).most_common(1)[0][0]
+            if differing := [rank for rank, its in enumerate(values) if its != usual]:
                 raise WrongResult(
                     f"before the first step {what} are not the same on all ranks: {self.ranks.name(differing[0])} "
                     f"differs from most, and {len(differing) - 1} more. Check the versions of torch and transformers, "

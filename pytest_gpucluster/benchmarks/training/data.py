@@ -68,7 +68,6 @@ def endless_batches(
     batch: int,
     workers: int,
     prefetch: int,
-    seed: int = 0,
 ) -> Iterator[torch.Tensor]:
     """Yield batch after batch of a rank's rows: int64 on the device, batch x (positions + 1).
 
@@ -83,12 +82,11 @@ def endless_batches(
         batch: rows of each rank in a step.
         workers: processes that read ahead; 0: the training process itself reads each batch.
         prefetch: batches that each of them reads ahead.
-        seed: other seeds make other rows.
 
     Raises: EnvironmentBroken if a worker has died.
     """
     batches = Batches(
-        PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed),
+        PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=0),
         in_batches(range(rank, ROWS, count), batch),
         workers=workers,
         prefetch=prefetch,

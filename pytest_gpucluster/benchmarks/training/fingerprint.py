@@ -6,13 +6,13 @@ A fingerprint is one number for many tensors, computed on their device, which ch
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pytest_gpucluster.benchmarks.group import majority
 from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.benchmarks.verify import bits_of
 
@@ -41,14 +41,16 @@ def weight_defects(found: Sequence[int], when: str, cause: str) -> dict[int, str
         found: the fingerprint of each rank's weights.
         when, cause: for the message.
     """
-    most, count = majority(found), len(found)
-    if most.differing and 2 * most.count <= count:
-        text = f"has other weights {when} than other ranks: {most.kinds} kinds on {count} ranks, none on most. {cause}"
-        return dict.fromkeys(range(count), text)
+    [(usual, times), *others] = Counter(found).most_common()
+    if others and 2 * times <= len(found):
+        kinds = f"{1 + len(others)} kinds on {len(found)} ranks"
+        text = f"has other weights {when} than other ranks: {kinds}, none on most. {cause}"
+        return dict.fromkeys(range(len(found)), text)
     return {
-        rank: f"has other weights {when} than most ranks: fingerprint {found[rank]:016x}, on {most.count} of {count} "
-        f"ranks it is {most.value:016x}. {cause}"
-        for rank in most.differing
+        rank: f"has other weights {when} than most ranks: fingerprint {its:016x}, on {times} of {len(found)} ranks it "
+        f"is {usual:016x}. {cause}"
+        for rank, its in enumerate(found)
+        if its != usual
     }
 
 

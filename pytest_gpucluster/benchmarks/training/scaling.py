@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Progress
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
-from pytest_gpucluster.benchmarks.training.throughput import Progress, throughput
+from pytest_gpucluster.benchmarks.training.throughput import throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import stats

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS, NO_CONTEXT
+from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS, NO_CONTEXT, Progress
 from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import endless_batches
@@ -52,9 +52,6 @@ FIRST_STEPS = 3
 
 MOST_STEPS = 10_000
 """Maximum between two decisions. The values of each are kept on the device until then."""
-
-Progress = Callable[..., None]
-"""``progress(step, of, **figures)``: for the display."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,7 +283,6 @@ class ImageBatches(Batches):
         images: to read.
         batch: images of a batch.
         rank, world_size: select the share of the images.
-        seed: of their order.
         workers, prefetch, pinned: as of ``Batches``.
     """
 
@@ -296,10 +295,9 @@ class ImageBatches(Batches):
         prefetch: int,
         rank: int,
         world_size: int,
-        seed: int,
         pinned: bool,
     ) -> None:
-        sampler = DistributedSampler(images, num_replicas=world_size, rank=rank, seed=seed)  # type: ignore[var-annotated,arg-type]  # images are no Dataset to mypy
+        sampler = DistributedSampler(images, num_replicas=world_size, rank=rank, seed=0)  # type: ignore[var-annotated,arg-type]  # images are no Dataset to mypy
 
         def rows() -> Iterator[int]:
             for epoch in itertools.count():

@@ -383,7 +383,6 @@ class _Training:
                 prefetch=setup.prefetch,
                 rank=self._ranks.index,
                 world_size=self._ranks.count,
-                seed=0,
                 # Only from pinned memory can a copy overlap with the host's work.
                 pinned=self._device.type == "cuda",
             )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks.lora import function_calls
-from pytest_gpucluster.benchmarks.lora.function_calls import CALL, FunctionCall, NoCall, parse, same_json, write
+from pytest_gpucluster.benchmarks.lora.function_calls import CALL, FunctionCall, parse, same_json, write
 
 JSON = st.recursive(
     st.none()
@@ -63,16 +63,16 @@ def test_escapes_of_escapes_are_taken_off_where_nothing_else_gives_json(argument
 @given(st.text(max_size=200))
 def test_no_text_whatever_makes_the_reader_fail(text):
     assert function_calls.has_call(f"{CALL} {text}")
-    assert isinstance(parse(text), NoCall)
-    assert isinstance(parse(f"{CALL} {text}"), (FunctionCall, NoCall))
-    assert isinstance(parse(f'{CALL} {{"name": "f", "arguments": \'{text}\'}}'), (FunctionCall, NoCall))
+    assert isinstance(parse(text), str)
+    assert isinstance(parse(f"{CALL} {text}"), (FunctionCall, str))
+    assert isinstance(parse(f'{CALL} {{"name": "f", "arguments": \'{text}\'}}'), (FunctionCall, str))
 
 
 @given(st.data())
 def test_a_call_that_is_cut_off_is_no_call(data):
     text = write(FunctionCall(name="find", arguments={"to": "O'Hara", "n": [1, {"a": "}'"}]}))
     end = data.draw(st.integers(0, len(text) - 1))
-    assert isinstance(parse(text[:end]), NoCall)
+    assert isinstance(parse(text[:end]), str)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_the_ways_to_write_arguments(text, arguments):
 )
 def test_what_is_no_call_is_reported_why(text, reason):
     found = parse(text)
-    assert isinstance(found, NoCall)
-    assert reason in found.reason
+    assert isinstance(found, str)
+    assert reason in found
 
 
 @given(JSON)

@@ -29,7 +29,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 
 MIB = 2**20
 
-SETTINGS = {"batch": 4, "workers": 2, "prefetch": 2, "rank": 0, "world_size": 2, "seed": 0, "pinned": False}
+SETTINGS = {"batch": 4, "workers": 2, "prefetch": 2, "rank": 0, "world_size": 2, "pinned": False}
 
 
 class Numbered:
