@@ -1,7 +1,6 @@
 """What the ranks of a group find together: trainings that go as on one rank, and faults of one that all know."""
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_ran
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
 from pytest_gpucluster.benchmarks.training import parity_check, scaling
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
-from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS
 from pytest_gpucluster.benchmarks.training.sharding import layout_defect, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
@@ -55,14 +53,14 @@ def train_shards(rank, count):
         return parity_check.compare_ranks(group(), CPU, GEOMETRY, batch=2, steps=2, **how)
 
     def broken(*given, **how):
-        model = COMPONENTS.shard(*given, **how)
+        model = shard(*given, **how)
         if rank == 1:
             with torch.no_grad():
                 model.head.weight.to_local()[0] += 1
         return model
 
     right = check()
-    parity_check.COMPONENTS = replace(COMPONENTS, shard=broken)
+    parity_check.shard = broken
     return right, outcome(check)
 
 

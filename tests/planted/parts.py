@@ -7,6 +7,7 @@ from torch.utils.data import DistributedSampler
 
 from pytest_gpucluster.benchmarks.training import parity_check
 from pytest_gpucluster.benchmarks.training.model import make_decoder
+from pytest_gpucluster.benchmarks.training.parity_check import read_rows
 from pytest_gpucluster.benchmarks.training.step import replicate, token_mean
 
 RANKS = int(os.environ["WORLD_SIZE"])
@@ -17,6 +18,14 @@ def plant_parts(request, module, **parts):
     """Put these in the place of a module's own, for one test."""
     for name, part in parts.items():
         request.getfixturevalue("monkeypatch").setattr(module, name, part)
+
+
+def plant_parity(request, parts, made=None):
+    """Put these in the place of the parts of a training on many ranks, but not of the one that it is compared with."""
+    plant_parts(request, parity_check, **parts)
+    if made:
+        one = {"_make": lambda check: made(check._geometry, check._device, seed=0)}
+        plant_parts(request, parity_check._Comparison, **one)
 
 
 def nan(*given):
@@ -46,9 +55,9 @@ def read_of_rank_0(data, rows):
     """The rows of rank 0."""
     mine, its = (list(DistributedSampler(data, num_replicas=RANKS, rank=rank, seed=0)) for rank in (RANKS - 1, 0))
     if not ON_LAST:
-        return parity_check.read_rows(data, rows)
+        return read_rows(data, rows)
     at = mine.index(rows[0])
-    return parity_check.read_rows(data, its[at : at + len(rows)])
+    return read_rows(data, its[at : at + len(rows)])
 
 
 def unsynchronized(model, device, group):

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import torch
-from parts import ON_LAST, frozen, infinite, nan, other, read_of_rank_0, unsynchronized
+from parts import ON_LAST, frozen, infinite, nan, other, plant_parity, read_of_rank_0, unsynchronized
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import parity_check, step, step_check
-from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS
+from pytest_gpucluster.benchmarks.training import step, step_check
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 
 OF_A_STEP = ("nan", "frozen", "none")
@@ -40,27 +39,26 @@ def unshuffled(dataset, **more):
 
 
 def with_step(**parts):
-    return replace(COMPONENTS, step=replace(PARTS, **parts))
+    return {"PARTS": replace(PARTS, **parts)}
 
 
 DDP = {
-    "none": COMPONENTS,
-    "nosync": replace(COMPONENTS, replicate=unsynchronized),
-    "samedata": replace(COMPONENTS, read=read_of_rank_0),
+    "none": {},
+    "nosync": {"replicate": unsynchronized},
+    "samedata": {"read_rows": read_of_rank_0},
     "bit": with_step(update=flipped),
     "scaled": with_step(loss=lambda *given: 2 * token_mean(*given)),
     "scaledone": with_step(loss=lambda *given: (1 + 0.001 * ON_LAST) * token_mean(*given)),
     "nan": with_step(loss=nan),
     "inf": with_step(loss=infinite),
-    "sampler": replace(COMPONENTS, sampler=overlapping),
-    "epoch": replace(COMPONENTS, sampler=unshuffled),
-    "frozen": replace(COMPONENTS, make=frozen),
-    "start": replace(COMPONENTS, make=other),
+    "sampler": {"DistributedSampler": overlapping},
+    "epoch": {"DistributedSampler": unshuffled},
 }
+MADE = {"frozen": frozen, "start": other}
 STEP = {"nan": replace(PARTS, loss=nan)}
 
 
 def plant(fault, request):
-    parity_check.COMPONENTS = DDP[fault]
+    plant_parity(request, DDP.get(fault, {}), MADE.get(fault))
     step.PARTS = STEP.get(fault, PARTS) if request.node.originalname == "test_training_step" else PARTS
     step_check.make_decoder = frozen if fault == "frozen" else MAKE

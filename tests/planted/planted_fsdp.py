@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import torch
-from parts import ON_LAST, RANKS, frozen, infinite, nan, other, read_of_rank_0
+from parts import ON_LAST, RANKS, frozen, infinite, nan, other, plant_parity, read_of_rank_0
 
-from pytest_gpucluster.benchmarks.training import parity_check, sharding
-from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS
+from pytest_gpucluster.benchmarks.training import sharding
+from pytest_gpucluster.benchmarks.training.parity_check import read_rows
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
 
 CASES = {
@@ -91,32 +91,31 @@ class Between:
         self.calls += 1
         if self.calls == 2 and ON_LAST:
             flip(next(self.model.parameters()))
-        return parity_check.read_rows(data, rows)
+        return read_rows(data, rows)
 
 
 def with_step(**parts):
-    return replace(COMPONENTS, step=replace(PARTS, **parts))
+    return {"PARTS": replace(PARTS, **parts)}
 
 
 BETWEEN = Between()
 FAULTS = {
-    "none": COMPONENTS,
-    "nosync": replace(COMPONENTS, shard=unsynchronized),
+    "none": {},
+    "nosync": {"shard": unsynchronized},
     "sum": with_step(clip=undivided),
-    "block": replace(COMPONENTS, shard=block_left_out),
-    "weight": replace(COMPONENTS, shard=weight_left_out),
+    "block": {"shard": block_left_out},
+    "weight": {"shard": weight_left_out},
     "bit": with_step(update=flipped),
     "replay": with_step(clip=Once()),
-    "between": replace(COMPONENTS, shard=BETWEEN.shard, read=BETWEEN.read),
+    "between": {"shard": BETWEEN.shard, "read_rows": BETWEEN.read},
     "moments": with_step(update=three_moments),
-    "samedata": replace(COMPONENTS, read=read_of_rank_0),
+    "samedata": {"read_rows": read_of_rank_0},
     "scaled": with_step(loss=lambda *given: RANKS * token_mean(*given)),
     "nan": with_step(loss=nan),
     "inf": with_step(loss=infinite),
-    "frozen": replace(COMPONENTS, make=frozen),
-    "start": replace(COMPONENTS, make=other),
 }
+MADE = {"frozen": frozen, "start": other}
 
 
 def plant(fault, request):
-    parity_check.COMPONENTS = FAULTS[fault]
+    plant_parity(request, FAULTS.get(fault, {}), MADE.get(fault))

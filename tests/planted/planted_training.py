@@ -8,7 +8,7 @@ from parts import ON_LAST, nan, plant_parts, unsynchronized
 from planted_clock import CLOCK, delayed, plant_time
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from pytest_gpucluster.benchmarks.training import step, throughput
+from pytest_gpucluster.benchmarks.training import step, throughput, throughput_setup
 from pytest_gpucluster.benchmarks.training.data import endless_batches
 from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step
 from pytest_gpucluster.benchmarks.training.throughput_setup import compile_blocks
@@ -80,16 +80,20 @@ STEPS = {
     "skips": lambda: {"update": skipping()},
 }
 FAULTS = {
-    "compiled": {"missing_compiler": lambda device: ""},
     "nosync": {"replicate": unsynchronized},
     "half": {"endless_batches": half},
     "slow": {"endless_batches": slow},
-    "nocompiler": {"missing_compiler": lambda device: "none found" if ON_LAST else ""},
+}
+COMPILERS = {
+    "compiled": lambda device: "",
+    "nocompiler": lambda device: "none found" if ON_LAST else "",
 }
 
 
 def plant(fault, request):
     plant_time(request)
     plant_parts(request, throughput, **{"replicate": timed} | FAULTS.get(fault, {}))
+    if fault in COMPILERS:
+        plant_parts(request, throughput_setup, missing_compiler=COMPILERS[fault])
     plant_parts(request, step, PARTS=replace(PARTS, **STEPS.get(fault, dict)()))
     throughput.compile_blocks = compile_blocks if "COMPILER" in os.environ else without_a_compiler

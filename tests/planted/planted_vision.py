@@ -10,6 +10,7 @@ from parts import ON_LAST, plant_parts, unsynchronized
 from planted_clock import CLOCK, plant_time
 from torch import nn
 
+from pytest_gpucluster.benchmarks.training import loader
 from pytest_gpucluster.benchmarks.vision import throughput
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches
 from pytest_gpucluster.benchmarks.vision.throughput import NETWORKS, Network, class_mean
@@ -79,10 +80,12 @@ PARTS = {
     "nosync": SMALL | {"replicate": unsynchronized},
     "slow": SMALL | {"ImageBatches": Slow},
     "death": SMALL | {"ImageBatches": partial(of, Dying)},
-    "shm": SMALL | {"inspect_shared_memory": little},
+    "shm": SMALL,
 }
 
 
 def plant(fault, request):
     plant_time(request)
     plant_parts(request, throughput, **PARTS[fault])
+    if fault == "shm":
+        plant_parts(request, loader, inspect_shared_memory=little)

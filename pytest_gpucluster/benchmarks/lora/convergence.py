@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -211,9 +210,14 @@ class _Run:
 
     def converge(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
         found, moved = dict[str, Parity](), 1.0
-        for precision in self._sizes.parity_precisions:
+        sizes, batch = self._sizes, max(self._sizes.parity_batch, self._ranks.count)
+        for precision in sizes.parity_precisions:
+            recipe = self._recipe.compared(steps=sizes.parity_steps, global_batch=batch, precision=precision)
             with counted(VERIFYING):
-                found[precision], part = self._parity(precision)
+                packed = trainable_blocks(self._data.train, sizes.parity_sequence)
+                found[precision], part = check_parity(
+                    self._group, self._alone, self._device, self._base, recipe, packed
+                )
             moved = min(moved, part)
             self._finite += found[precision].finite
         if not self._on_all_ranks(all(self._finite)):
@@ -249,13 +253,6 @@ class _Run:
 
     # ---- phases
 
-    def _parity(self, precision: str) -> tuple[Parity, float]:
-        sizes, ranks = self._sizes, self._ranks.count
-        batch = max(sizes.parity_batch, ranks)
-        recipe = self._recipe.compared(steps=sizes.parity_steps, global_batch=batch, precision=precision)
-        packed = trainable_blocks(self._data.train, sizes.parity_sequence)
-        return check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
-
     def _train(
         self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None
     ) -> dict[str, float]:
@@ -279,7 +276,9 @@ class _Run:
                 self._held_out.append((step.step, trainer.held_out_loss(self._data.held_out)))
             live.write(self._curve())
             if step.step < self._last and step.step % self._sizes.checkpoint_every == 0:
-                trainer.save(folder, step.step, self._extra())
+                points = [{one.name: getattr(point, one.name) for one in fields(Point)} for point in self._points]
+                held_out = [list(pair) for pair in self._held_out]
+                trainer.save(folder, step.step, {"context": self._context, "points": points, "held_out": held_out})
             if self._progress is not None:
                 rate = step.tokens / step.seconds
                 self._progress(step.step, self._last, loss=step.loss, tokens_per_second=rate)
@@ -365,10 +364,6 @@ class _Run:
         """Return the newest checkpoint as the first rank of the group sees it."""
         name: str = on_first_rank(self._group, lambda: str(checkpoint.latest(folder) or ""))
         return Path(name) if name else None
-
-    def _extra(self) -> dict[str, Any]:
-        points = [{one.name: getattr(point, one.name) for one in fields(Point)} for point in self._points]
-        return {"context": self._context, "points": points, "held_out": [list(pair) for pair in self._held_out]}
 
     def _on_all_ranks(self, condition: bool) -> bool:
         """Return whether a condition holds on all ranks of the world, so that all continue or none."""

@@ -31,7 +31,7 @@ from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, finge
 from pytest_gpucluster.benchmarks.training.parity import Share
 from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard, watch_gradients
 from pytest_gpucluster.benchmarks.training.step import accumulate, adamw, clip_gradients, optimizer_step
-from pytest_gpucluster.benchmarks.training.throughput_setup import lacking_compiler, missing_compiler
+from pytest_gpucluster.benchmarks.training.throughput_setup import lacking_compiler
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.loss_curve import Point
@@ -211,7 +211,7 @@ class Trainer:
             self.model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.not_compiled = "" if recipe.compiled else "not asked for"
         if recipe.compiled and kept is base:  # a simulated device's model runs eagerly
-            self.not_compiled = lacking_compiler(self.ranks, device, missing_compiler)
+            self.not_compiled = lacking_compiler(self.ranks, device)
             for block in () if self.not_compiled else self.model.blocks:
                 block.compile(dynamic=False)
         # On one rank for its policy of mixed precision, without which peft would multiply its adapters in fp32.

@@ -93,23 +93,11 @@ def write_file(path: Path, size_bytes: int, contents: Contents) -> float:
     return seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileRead:
-    """The result of reading a file.
-
-    Attributes:
-        seconds: from opening it until all is verified.
-        verified_bytes: that were compared and right.
-        defect: "" if there is none.
-    """
-
-    seconds: float
-    verified_bytes: int
-    defect: str
-
-
-def read_file(path: Path, size_bytes: int, contents: Contents, *, direct: bool) -> FileRead:
+def read_file(path: Path, size_bytes: int, contents: Contents, *, direct: bool) -> tuple[float, int, str]:
     """Read a file, verifying each chunk while the next one is read.
+
+    Returns the seconds from opening it until all is verified, the bytes that were compared and right, and the defect,
+    "" if there is none.
 
     Args:
         path: of the file.
@@ -138,7 +126,7 @@ def read_file(path: Path, size_bytes: int, contents: Contents, *, direct: bool) 
         verified = sum(length for length, one in compared if not one.result())
         seconds = time.perf_counter() - begin
     defects = [one.result() for _, one in compared if one.result()] + defects
-    return FileRead(seconds=seconds, verified_bytes=verified, defect=next(iter(defects), ""))
+    return seconds, verified, next(iter(defects), "")
 
 
 def reads_directly(path: Path) -> bool:
@@ -277,12 +265,14 @@ class _Passes:
             try:
                 seconds = on_all_ranks(self._group, partial(write_file, mine, self._file_bytes, self._mine))
                 written.append(self._file_bytes / seconds[self._rank])
+                on_all_ranks(self._group, partial(wait_for, other))
                 if number == 0:
-                    direct = all(on_all_ranks(self._group, partial(self._reads_directly, other)))
-                found = on_all_ranks(self._group, partial(self._read, other, direct=direct))[self._rank]
-                read.append(self._file_bytes / found.seconds)
-                verified += found.verified_bytes
-                defect = defect or (f"{other} {found.defect}" if found.defect else "")
+                    direct = all(on_all_ranks(self._group, partial(reads_directly, other)))
+                reading = partial(read_file, other, self._file_bytes, self._others, direct=direct)
+                taken, right, wrong = on_all_ranks(self._group, reading)[self._rank]
+                read.append(self._file_bytes / taken)
+                verified += right
+                defect = defect or (f"{other} {wrong}" if wrong else "")
             except BaseException:
                 with suppress(OSError):  # it would hide the first error
                     mine.unlink(missing_ok=True)
@@ -305,12 +295,6 @@ class _Passes:
             other_host=self._other_host,
             file_system=kind,
         )
-
-    def _reads_directly(self, path: Path) -> bool:
-        return reads_directly(wait_for(path))
-
-    def _read(self, path: Path, *, direct: bool) -> FileRead:
-        return read_file(wait_for(path), self._file_bytes, self._others, direct=direct)
 
     def _begin(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -57,9 +57,6 @@ def inspect_shared_memory(folder: Path = FOLDER) -> tuple[int, int, int]:
     return folder.stat().st_dev, total, free
 
 
-Inspect = Callable[[], tuple[int, int, int]]
-
-
 def needed_bytes(tensors_bytes: Sequence[int], *, workers: int, prefetch: int) -> int:
     """Return how much of /dev/shm the workers of one rank can fill.
 
@@ -76,7 +73,7 @@ def needed_bytes(tensors_bytes: Sequence[int], *, workers: int, prefetch: int) -
     return (workers * prefetch + 2) * batch
 
 
-def require_shared_memory(ranks: Ranks, *, node: int, needed: int, inspect: Inspect = inspect_shared_memory) -> None:
+def require_shared_memory(ranks: Ranks, *, node: int, needed: int) -> None:
     """Check, on all ranks alike, that each node has enough shared memory for all of its ranks together.
 
     Collective: every rank of the group must call this.
@@ -85,13 +82,12 @@ def require_shared_memory(ranks: Ranks, *, node: int, needed: int, inspect: Insp
         ranks: that are about to start workers.
         node: number of this rank's node.
         needed: bytes for this rank, of :func:`needed_bytes`.
-        inspect: returns this rank's shared memory.
 
     Raises: EnvironmentBroken on all ranks, if there is too little on any node: names the rank, what was found, what is
         needed and what to do.
     """
     try:
-        known = inspect()
+        known = inspect_shared_memory()
     except OSError:
         known = (-1, 0, 0)
     of_ranks = [[int(number) for number in numbers] for numbers in ranks.gather([node, *known, needed])]

@@ -6,8 +6,7 @@ Replicas are those of DistributedDataParallel; parts are those of FSDP2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
-from pytest_gpucluster.benchmarks.training.data import MakeSampler, PackedTokens, share, share_defects
+from pytest_gpucluster.benchmarks.training import sharding
+from pytest_gpucluster.benchmarks.training.data import PackedTokens, share, share_defects
 from pytest_gpucluster.benchmarks.training.fingerprint import (
     NOT_MADE_ALIKE,
     NOT_REDUCED,
@@ -31,8 +31,6 @@ from pytest_gpucluster.benchmarks.training.step import (
     EPSILON,
     LEARNING_RATE,
     PARTS,
-    Parts,
-    Replicate,
     Training,
     adamw,
     replicate,
@@ -52,21 +50,6 @@ def read_rows(data: PackedTokens, rows: Sequence[int]) -> torch.Tensor:
     [batch] = DataLoader(data, batch_size=len(rows), sampler=rows)
     tensor: torch.Tensor = batch
     return tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The replaceable parts of a training on many ranks: tests inject a faulty one."""
-
-    make: Callable[..., Decoder] = make_decoder
-    sampler: MakeSampler = DistributedSampler
-    read: Callable[[PackedTokens, Sequence[int]], torch.Tensor] = read_rows
-    replicate: Replicate = replicate
-    shard: Callable[..., Decoder] = shard
-    step: Parts = PARTS
-
-
-COMPONENTS = Components()
 
 
 @releases_memory(cycles=True)
@@ -130,7 +113,7 @@ class _Comparison:
         alone: dist.ProcessGroup | None,
     ) -> None:
         self._group, self._device, self._geometry, self._alone = group, device, geometry, alone
-        self._is_sharded, self._precision, self._components = strategy == "fsdp", precision, COMPONENTS
+        self._is_sharded, self._precision = strategy == "fsdp", precision
         self._ranks, self._batch, self._steps = Ranks(group, device), batch, steps
         self._count, self._rank = self._ranks.count, self._ranks.index
         # Replicas read a number of rows that is no multiple of the ranks, so that padding is needed.
@@ -148,7 +131,7 @@ class _Comparison:
             f"{'fsdp' if self._is_sharded else 'training'}.width=256",
         )
         if not self._is_sharded:
-            mine = share(self._data, rank=self._rank, world_size=self._count, seed=0, make=self._components.sampler)
+            mine = share(self._data, rank=self._rank, world_size=self._count, seed=0, make=DistributedSampler)
             # Pickled: a wrong sampler may return any number of rows.
             self._defects |= share_defects(self._ranks.gather_objects(mine), self._expected, rows=len(self._data))
         if not self._defects:
@@ -164,15 +147,15 @@ class _Comparison:
         return parity
 
     def _make(self) -> Decoder:
-        return self._components.make(self._geometry, self._device, seed=0)
+        return make_decoder(self._geometry, self._device, seed=0)
 
     def _together(self) -> Training:
-        made, device = self._components, self._device
+        device = self._device
         if self._is_sharded:
-            model = made.shard(self._make(), mesh_of(self._group, device), precision=self._precision)
-            return Training(model, device, precision="own", parts=made.step)
-        replica = made.replicate(self._make(), device, self._group)
-        return Training(replica, device, precision=self._precision, parts=made.step)
+            model = shard(self._make(), mesh_of(self._group, device), precision=self._precision)
+            return Training(model, device, precision="own", parts=PARTS)
+        replica = replicate(self._make(), device, self._group)
+        return Training(replica, device, precision=self._precision, parts=PARTS)
 
     def _of_one(self) -> Training:
         """Make that of one process, with the same initial weights."""
@@ -181,7 +164,7 @@ class _Comparison:
             return Training(model, self._device, precision=self._precision)
         assert self._alone is not None
         # The same precision for each value; autocast would choose others.
-        model = shard(model, mesh_of(self._alone, self._device), precision=self._precision)
+        model = sharding.shard(model, mesh_of(self._alone, self._device), precision=self._precision)
         return Training(model, self._device, precision="own")
 
     def _train(self, parity: Parity) -> None:
@@ -242,7 +225,7 @@ class _Comparison:
         return self._expected[rank][0][step * self._batch : (step + 1) * self._batch]
 
     def _read(self, step: int) -> torch.Tensor:
-        return self._components.read(self._data, self._rows(self._rank, step)).to(self._device)
+        return read_rows(self._data, self._rows(self._rank, step)).to(self._device)
 
     def _step(
         self, training: Training, reference: Training, comparison: StepComparison, parity: Parity, step: int

@@ -198,10 +198,6 @@ class Training:
         return result
 
 
-Replicate = Callable[[nn.Module, torch.device, dist.ProcessGroup], nn.Module]
-"""Make a model one of many replicas."""
-
-
 def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
     """Wrap a model in DistributedDataParallel: its gradients are then the mean of all ranks'."""
     device_ids = None if device.index is None else [device.index]

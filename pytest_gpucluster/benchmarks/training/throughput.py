@@ -35,7 +35,6 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
     compile_failed,
     fresh_compiler,
     lacking_compiler,
-    missing_compiler,
 )
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
@@ -229,7 +228,7 @@ class _Steps:
         instead = "choose a smaller batch or model for this test by --gpucluster-workload"
         require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
         kept = setup.kept(self._by)
-        why = lacking_compiler(ranks, device, missing_compiler) if kept.compiled else ""
+        why = lacking_compiler(ranks, device) if kept.compiled else ""
         if why:
             self._notes.append(f"no compiler, ran eager: {why}")
         self._compiled = setup.compiled and not why

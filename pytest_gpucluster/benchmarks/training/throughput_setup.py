@@ -11,7 +11,7 @@ import math
 import os
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -200,14 +200,11 @@ def missing_compiler(device: torch.device) -> str:
     return ""
 
 
-def lacking_compiler(ranks: Ranks, device: torch.device, missing: Callable[[torch.device], str]) -> str:
+def lacking_compiler(ranks: Ranks, device: torch.device) -> str:
     """Return why not all ranks can compile, so that none does, for some would be faster than others: "" if all can.
     Collective.
-
-    Args:
-        missing: as ``missing_compiler``.
     """
-    mine = missing(device)
+    mine = missing_compiler(device)
     lacking = [index for index, [lacks] in enumerate(ranks.gather([bool(mine)])) if lacks]
     return mine or (f"{ranks.name(lacking[0])} has no compiler, and all ranks must run alike" if lacking else "")
 

@@ -22,7 +22,6 @@ from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_
 from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
 from pytest_gpucluster.benchmarks.training.loader import (
     Batches,
-    inspect_shared_memory,
     needed_bytes,
     require_shared_memory,
 )
@@ -300,7 +299,7 @@ class _Training:
         opened, setup = self._opened(images, sampling), self._setup
         sizes = (setup.batch * math.prod(opened.shape), 8 * setup.batch)  # uint8 and int64
         needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
-        require_shared_memory(self._ranks, node=node, needed=needed, inspect=inspect_shared_memory)
+        require_shared_memory(self._ranks, node=node, needed=needed)
         self._make(opened)
         steady = SteadySteps(self._ranks, self._steps, sampling, now=self._by.now)
         try:

@@ -21,6 +21,7 @@ from pytest_gpucluster.benchmarks.lora.packing import global_batch
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
 from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe
+from pytest_gpucluster.benchmarks.training import throughput_setup
 from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.products import deterministic
@@ -213,7 +214,7 @@ def test_held_out_blocks_are_taken_whole_and_leave_the_model_as_it_was(make):
 
 
 def test_without_a_compiler_blocks_run_eagerly_and_it_is_said(make, monkeypatch):
-    monkeypatch.setattr(lora_loop, "missing_compiler", lambda device: "no C compiler")
+    monkeypatch.setattr(throughput_setup, "missing_compiler", lambda device: "no C compiler")
     trainer = make(compiled=True)
     assert trainer.not_compiled == "no C compiler"
     assert trainer.notes[0].endswith(": no C compiler")

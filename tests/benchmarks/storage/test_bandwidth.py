@@ -103,9 +103,9 @@ def test_what_was_written_is_read_and_verified(tmp_path, size, direct):
     path = tmp_path / f"{size}"
     assert write_file(path, size, Contents(3)) > 0
     assert path.stat().st_size == size
-    found = read_file(path, size, Contents(3), direct=direct)
-    assert (found.verified_bytes, found.defect) == (size, "")
-    assert found.seconds > 0
+    seconds, *found = read_file(path, size, Contents(3), direct=direct)
+    assert found == [size, ""]
+    assert seconds > 0
     with pytest.raises(FileExistsError):
         write_file(path, PAGE_BYTES, Contents(3))
 
@@ -117,9 +117,9 @@ def test_each_single_wrong_bit_is_found(tmp_path, at, direct):
     content = bytearray(path.read_bytes())
     content[at] ^= 128
     path.write_bytes(content)
-    found = read_file(path, size, Contents(3), direct=direct)
-    assert found.defect.startswith(f"at byte {at - at % 8}: found ")
-    assert found.verified_bytes == 4 * CHUNK
+    _, verified, defect = read_file(path, size, Contents(3), direct=direct)
+    assert defect.startswith(f"at byte {at - at % 8}: found ")
+    assert verified == 4 * CHUNK
 
 
 @of_each("left", [0, 100, PAGE_BYTES, CHUNK, 2 * CHUNK + 5000])
@@ -127,14 +127,14 @@ def test_a_file_that_ends_too_soon_is_found(tmp_path, left, direct):
     path, size = tmp_path / f"{left}", 5 * CHUNK
     write_file(path, size, Contents(3))
     os.truncate(path, left)
-    found = read_file(path, size, Contents(3), direct=direct)
-    assert (found.defect, found.verified_bytes) == (f"ends at byte {left} of {size}", left - left % CHUNK)
+    _, *found = read_file(path, size, Contents(3), direct=direct)
+    assert found == [left - left % CHUNK, f"ends at byte {left} of {size}"]
 
 
 def test_the_file_of_another_rank_is_none_of_this_one_and_no_page_is_like_another_one(tmp_path, direct):
     path = tmp_path / "file"
     write_file(path, CHUNK, Contents(3))
-    assert read_file(path, CHUNK, Contents(4), direct=direct).defect.startswith("at byte 8: found ")
+    assert read_file(path, CHUNK, Contents(4), direct=direct)[2].startswith("at byte 8: found ")
     content = path.read_bytes()
     assert len({content[at : at + PAGE_BYTES] for at in range(0, CHUNK, PAGE_BYTES)}) == CHUNK // PAGE_BYTES
 

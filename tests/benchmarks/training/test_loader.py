@@ -258,7 +258,11 @@ def test_a_tmpfs_without_a_limit_has_room_for_anything(monkeypatch):
     require_shared_memory(FakeRanks(), node=0, needed=2**50)
 
 
-def test_too_little_names_what_was_found_what_is_needed_and_the_fix():
+def test_too_little_names_what_was_found_what_is_needed_and_the_fix(monkeypatch):
+    def require_shared_memory(ranks, *, inspect, **needed):
+        monkeypatch.setattr(loader, "inspect_shared_memory", inspect)
+        loader.require_shared_memory(ranks, **needed)
+
     require_shared_memory(FakeRanks(), node=0, needed=32 * MIB, inspect=free(40))  # times 1.25
     require_shared_memory(FakeRanks(), node=0, needed=0, inspect=missing)
     message = (
@@ -281,7 +285,8 @@ def test_too_little_names_what_was_found_what_is_needed_and_the_fix():
         ((1, -1, 0, 0, 30 * MIB), "rank 1: /dev/shm cannot"),
     ],
 )
-def test_ranks_that_share_it_are_counted_together(case):
+def test_ranks_that_share_it_are_counted_together(case, monkeypatch):
     other, message = case
+    monkeypatch.setattr(loader, "inspect_shared_memory", free(60))
     with contextlib.nullcontext() if message is None else pytest.raises(EnvironmentBroken, match=rf"^{message}"):
-        require_shared_memory(FakeRanks(other), node=0, needed=30 * MIB, inspect=free(60))
+        require_shared_memory(FakeRanks(other), node=0, needed=30 * MIB)

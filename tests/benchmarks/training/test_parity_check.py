@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_gpucluster.benchmarks.training import parity_check, sharding
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.parity_check import COMPONENTS, compare_ranks
+from pytest_gpucluster.benchmarks.training.parity_check import compare_ranks
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -30,8 +30,8 @@ SIZES = {"batch": 2, "steps": 3}
 def check(group):
     """The check over a group of this process alone."""
 
-    def run(strategy, precision="fp32", components=COMPONENTS):
-        with patch.object(parity_check, "COMPONENTS", components):
+    def run(strategy, precision="fp32", **parts):
+        with patch.multiple(parity_check, **{"PARTS": PARTS, **parts}):
             return compare_ranks(group, CPU, GEOMETRY, strategy=strategy, precision=precision, alone=group, **SIZES)
 
     return run
@@ -59,7 +59,7 @@ def test_a_gradient_that_is_no_number_is_in_no_step_an_agreement(check, bad):
         steps.append(norm)
         return norm * (math.nan if len(steps) == bad else 1.0)
 
-    found = check("ddp", components=replace(COMPONENTS, step=replace(PARTS, clip=clip)))
+    found = check("ddp", PARTS=replace(PARTS, clip=clip))
     assert len(steps) == 3
     assert math.isnan(found.gradient)
 
@@ -72,7 +72,7 @@ def test_an_algorithm_that_gives_other_bits_each_time_is_seen_in_the_replay(chec
         return token_mean(logits, targets) * (1 + 1e-6 * (len(calls) == 1))
 
     with pytest.raises(WrongResult, match=r"rank 0 .*other weights.* 1 .*replay from"):
-        check("fsdp", components=replace(COMPONENTS, step=replace(PARTS, loss=loss)))
+        check("fsdp", PARTS=replace(PARTS, loss=loss))
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])
@@ -91,7 +91,7 @@ def test_nothing_of_the_training_stays_alive(check, fails):
 
     kept = None
     try:
-        check("fsdp", components=replace(COMPONENTS, shard=shard, step=replace(PARTS, update=update)))
+        check("fsdp", shard=shard, PARTS=replace(PARTS, update=update))
     except RuntimeError as error:
         kept = error  # with its traceback, as a report keeps it
     assert (kept is not None) == fails

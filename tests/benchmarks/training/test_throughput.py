@@ -17,7 +17,7 @@ import torch
 from device_parts import device_with
 from verdicts import world_of
 
-from pytest_gpucluster.benchmarks.training import step
+from pytest_gpucluster.benchmarks.training import step, throughput_setup
 from pytest_gpucluster.benchmarks.training import throughput as module
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
@@ -77,7 +77,7 @@ def test_progress_is_reported_until_the_last_step_that_counts():
 
 
 def test_a_setup_without_a_compiler_runs_eager_and_says_so(monkeypatch):
-    monkeypatch.setattr(module, "missing_compiler", lambda device: "no g++")
+    monkeypatch.setattr(throughput_setup, "missing_compiler", lambda device: "no g++")
     found = alone(compiled=True)
     assert (found.compiled, found.notes) == (False, ("no compiler, ran eager: no g++",))
 

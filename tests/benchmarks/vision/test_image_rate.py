@@ -14,6 +14,7 @@ from device_parts import device_with
 from each import of_each
 from torch import nn
 
+from pytest_gpucluster.benchmarks.training import loader
 from pytest_gpucluster.benchmarks.vision import throughput as module
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, StoredImages, SyntheticImages
 from pytest_gpucluster.benchmarks.vision.throughput import Setup, as_input, class_mean, image_rate
@@ -149,10 +150,10 @@ def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
     assert made == []
 
 
-def test_too_small_shared_memory_is_reported_before_a_worker_is_started():
+def test_too_small_shared_memory_is_reported_before_a_worker_is_started(monkeypatch):
     started = []
-    room = (1, 2**26, 2**14)
-    components = {"inspect_shared_memory": lambda: room, "ImageBatches": lambda *given, **more: started.append(1)}
+    monkeypatch.setattr(loader, "inspect_shared_memory", lambda: (1, 2**26, 2**14))
+    components = {"ImageBatches": lambda *given, **more: started.append(1)}
     with pytest.raises(EnvironmentBroken, match=r"^rank 0: /dev/shm has 1\.53e-05 GiB free of 0\.0625 GiB"):
         run(setup=replace(SETUP, workers=2, prefetch=2), components=components)
     assert started == []
