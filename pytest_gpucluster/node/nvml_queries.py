@@ -1,7 +1,7 @@
-"""The NVML queries of a GPU: named, each with its unit and one plain value.
+"""The NVML queries of a GPU: named, each with one plain value.
 
-    >>> QUERIES["power.draw"].unit
-    'W'
+    >>> QUERIES["power.draw"].key
+    'power_watts'
 
 Nothing here imports NVML: a query gets the module and a handle.
 
@@ -24,14 +24,13 @@ class Query:
     """One query of a GPU.
 
     Attributes:
-        name, unit: of the value.
+        name: of the query.
         read: returns the value, from the module and a handle.
         of_slice: a MIG slice has a value of its own.
-        key: the name in JSON, with the unit where it needs one.
+        key: the name of the value in JSON, with the unit where it needs one.
     """
 
     name: str
-    unit: str
     read: Read
     of_slice: bool = False
     key: str
@@ -260,17 +259,17 @@ def _item(position: int, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda values: convert(values[position])
 
 
-def _define(name: str, unit: str, read: Read, *, key: str = "", of_slice: bool = False) -> Query:
-    return Query(name=name, unit=unit, read=read, of_slice=of_slice, key=key or name.replace(".", "_"))
+def _define(name: str, read: Read, *, key: str = "", of_slice: bool = False) -> Query:
+    return Query(name=name, read=read, of_slice=of_slice, key=key or name.replace(".", "_"))
 
 
-def _call(name: str, unit: str, function: str, convert: Callable[[Any], Any], *constants: str, key: str = "") -> Query:
+def _call(name: str, function: str, convert: Callable[[Any], Any], *constants: str, key: str = "") -> Query:
     """Return the query that converts the result of one function, called with these constants of NVML."""
 
     def read(nvml: Any, gpu: Any) -> Any:
         return convert(getattr(nvml, function)(gpu, *(getattr(nvml, constant) for constant in constants)))
 
-    return _define(name, unit, read, key=key)
+    return _define(name, read, key=key)
 
 
 _ECC, _ROWS = "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows"
@@ -279,66 +278,62 @@ _CORRECTED, _UNCORRECTED = "NVML_MEMORY_ERROR_TYPE_CORRECTED", "NVML_MEMORY_ERRO
 _VOLATILE, _AGGREGATE = "NVML_VOLATILE_ECC", "NVML_AGGREGATE_ECC"  # since the driver was loaded, over the card's life
 _SLOWDOWN = "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN"
 _TABLE = (
-    _call("serial", "text", "nvmlDeviceGetSerial", text),
-    _call("vbios", "text", "nvmlDeviceGetVbiosVersion", text),
-    _call("board.part_number", "text", "nvmlDeviceGetBoardPartNumber", text),
-    _call("inforom", "text", "nvmlDeviceGetInforomImageVersion", text),
-    _call("gsp.firmware", "text", "nvmlDeviceGetGspFirmwareVersion", text),
-    _define("memory.total", "B", _memory("total"), key="memory_total_bytes", of_slice=True),
-    _define("memory.free", "B", _memory("free"), key="memory_free_bytes", of_slice=True),
-    _define("memory.used", "B", _memory("used"), key="memory_used_bytes", of_slice=True),
-    _define("memory.reserved", "B", _memory("reserved"), key="memory_reserved_bytes", of_slice=True),
+    _call("serial", "nvmlDeviceGetSerial", text),
+    _call("vbios", "nvmlDeviceGetVbiosVersion", text),
+    _call("board.part_number", "nvmlDeviceGetBoardPartNumber", text),
+    _call("inforom", "nvmlDeviceGetInforomImageVersion", text),
+    _call("gsp.firmware", "nvmlDeviceGetGspFirmwareVersion", text),
+    _define("memory.total", _memory("total"), key="memory_total_bytes", of_slice=True),
+    _define("memory.free", _memory("free"), key="memory_free_bytes", of_slice=True),
+    _define("memory.used", _memory("used"), key="memory_used_bytes", of_slice=True),
+    _define("memory.reserved", _memory("reserved"), key="memory_reserved_bytes", of_slice=True),
     # Processes with a context on the GPU; None where NVML does not report the bytes.
-    _define("processes", "(pid, B)", _processes, of_slice=True),
-    _call("ecc.mode", "bool", "nvmlDeviceGetEccMode", _item(0, bool), key="ecc"),
-    _call("ecc.uncorrected.volatile", "errors", _ECC, int, _UNCORRECTED, _VOLATILE, key="ecc_uncorrected"),
-    _call("ecc.uncorrected.aggregate", "errors", _ECC, int, _UNCORRECTED, _AGGREGATE, key="ecc_uncorrected_of_life"),
-    _call("ecc.corrected.volatile", "errors", _ECC, int, _CORRECTED, _VOLATILE),
+    _define("processes", _processes, of_slice=True),
+    _call("ecc.mode", "nvmlDeviceGetEccMode", _item(0, bool), key="ecc"),
+    _call("ecc.uncorrected.volatile", _ECC, int, _UNCORRECTED, _VOLATILE, key="ecc_uncorrected"),
+    _call("ecc.uncorrected.aggregate", _ECC, int, _UNCORRECTED, _AGGREGATE, key="ecc_uncorrected_of_life"),
+    _call("ecc.corrected.volatile", _ECC, int, _CORRECTED, _VOLATILE),
     # Rows remapped after correctable errors, after uncorrectable ones, one pending a reset, one failed: no spare row.
-    _call("rows.remapped.corrected", "rows", _ROWS, _item(0, int)),
-    _call("rows.remapped.uncorrected", "rows", _ROWS, _item(1, int)),
-    _call("rows.pending", "bool", _ROWS, _item(2, bool), key="rows_remap_pending"),
-    _call("rows.failed", "bool", _ROWS, _item(3, bool), key="rows_remap_failed"),
+    _call("rows.remapped.corrected", _ROWS, _item(0, int)),
+    _call("rows.remapped.uncorrected", _ROWS, _item(1, int)),
+    _call("rows.pending", _ROWS, _item(2, bool), key="rows_remap_pending"),
+    _call("rows.failed", _ROWS, _item(3, bool), key="rows_remap_failed"),
     # A page waits to be retired; only before row remapping.
-    _call("pages.pending", "bool", "nvmlDeviceGetRetiredPagesPendingStatus", bool),
-    _call("clock.sm", "MHz", _CLOCK, int, "NVML_CLOCK_SM", key="sm_clock_mhz"),
-    _call("clock.sm.max", "MHz", _MAX_CLOCK, int, "NVML_CLOCK_SM", key="sm_clock_max_mhz"),
-    _call("clock.memory", "MHz", _CLOCK, int, "NVML_CLOCK_MEM", key="memory_clock_mhz"),
-    _call("clock.memory.max", "MHz", _MAX_CLOCK, int, "NVML_CLOCK_MEM", key="memory_clock_max_mhz"),
-    _call("power.draw", "W", "nvmlDeviceGetPowerUsage", _watts, key="power_watts"),
-    _call("power.limit", "W", "nvmlDeviceGetEnforcedPowerLimit", _watts, key="power_limit_watts"),
-    _call(
-        "power.limit.default", "W", "nvmlDeviceGetPowerManagementDefaultLimit", _watts, key="power_limit_default_watts"
-    ),
-    _call(
-        "temperature.gpu", "degC", "nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU", key="temperature_celsius"
-    ),
-    _call("temperature.slowdown", "degC", "nvmlDeviceGetTemperatureThreshold", int, _SLOWDOWN, key="slowdown_celsius"),
+    _call("pages.pending", "nvmlDeviceGetRetiredPagesPendingStatus", bool),
+    _call("clock.sm", _CLOCK, int, "NVML_CLOCK_SM", key="sm_clock_mhz"),
+    _call("clock.sm.max", _MAX_CLOCK, int, "NVML_CLOCK_SM", key="sm_clock_max_mhz"),
+    _call("clock.memory", _CLOCK, int, "NVML_CLOCK_MEM", key="memory_clock_mhz"),
+    _call("clock.memory.max", _MAX_CLOCK, int, "NVML_CLOCK_MEM", key="memory_clock_max_mhz"),
+    _call("power.draw", "nvmlDeviceGetPowerUsage", _watts, key="power_watts"),
+    _call("power.limit", "nvmlDeviceGetEnforcedPowerLimit", _watts, key="power_limit_watts"),
+    _call("power.limit.default", "nvmlDeviceGetPowerManagementDefaultLimit", _watts, key="power_limit_default_watts"),
+    _call("temperature.gpu", "nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU", key="temperature_celsius"),
+    _call("temperature.slowdown", "nvmlDeviceGetTemperatureThreshold", int, _SLOWDOWN, key="slowdown_celsius"),
     # Distance to the nearest slowdown threshold; newer cards have this instead.
-    _call("temperature.margin", "degC", "nvmlDeviceGetMarginTemperature", int),
+    _call("temperature.margin", "nvmlDeviceGetMarginTemperature", int),
     # Part of the time in which a kernel ran.
-    _call("utilization.gpu", "%", "nvmlDeviceGetUtilizationRates", attrgetter("gpu"), key="utilization_percent"),
-    _define("throttle.reasons", "names", _throttle, key="throttle"),
-    _call("pcie.generation", "gen", "nvmlDeviceGetCurrPcieLinkGeneration", int),
-    _call("pcie.width", "lanes", "nvmlDeviceGetCurrPcieLinkWidth", int),
+    _call("utilization.gpu", "nvmlDeviceGetUtilizationRates", attrgetter("gpu"), key="utilization_percent"),
+    _define("throttle.reasons", _throttle, key="throttle"),
+    _call("pcie.generation", "nvmlDeviceGetCurrPcieLinkGeneration", int),
+    _call("pcie.width", "nvmlDeviceGetCurrPcieLinkWidth", int),
     # Best generation and most lanes of this card in this slot.
-    _call("pcie.generation.max", "gen", "nvmlDeviceGetMaxPcieLinkGeneration", int),
-    _call("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", int),
-    _call("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", int),
-    _define("nvlink.up", "link -> bool", _links),
+    _call("pcie.generation.max", "nvmlDeviceGetMaxPcieLinkGeneration", int),
+    _call("pcie.width.max", "nvmlDeviceGetMaxPcieLinkWidth", int),
+    _call("pcie.replays", "nvmlDeviceGetPcieReplayCounter", int),
+    _define("nvlink.up", _links),
     # Of the links that are up: gpu, switch or npu, and its PCI address.
-    _define("nvlink.ends", "link -> (kind, address)", _link_ends),
-    _define("nvlink.version", "link -> version", _link_versions),
+    _define("nvlink.ends", _link_ends),
+    _define("nvlink.version", _link_versions),
     # The number of links to an NVSwitch.
-    _define("nvlink.switch", "links", _field_value("NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT")),
-    _define("nvlink.errors", "counter -> link -> count", _link_errors),
+    _define("nvlink.switch", _field_value("NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT")),
+    _define("nvlink.errors", _link_errors),
     # Bytes over all of the GPU's links; they only grow.
     # State, status and health of the GPU's registration with the Fabric Manager.
-    _define("fabric", "state, status, health", _fabric),
+    _define("fabric", _fabric),
     # The action that the GPU needs: 0 is none, the others are nvmlDeviceGpuRecoveryAction_t.
-    _define("recovery.action", "number", _field_value("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")),
-    _call("mig.mode", "bool", "nvmlDeviceGetMigMode", _item(0, bool), key="mig"),
-    _call("persistence.mode", "bool", "nvmlDeviceGetPersistenceMode", bool, key="persistence"),
+    _define("recovery.action", _field_value("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")),
+    _call("mig.mode", "nvmlDeviceGetMigMode", _item(0, bool), key="mig"),
+    _call("persistence.mode", "nvmlDeviceGetPersistenceMode", bool, key="persistence"),
 )
 QUERIES: Mapping[str, Query] = {query.name: query for query in _TABLE}
 

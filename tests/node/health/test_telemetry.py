@@ -41,8 +41,10 @@ def test_each_throttle_reason_has_its_part_of_the_time():
 
 
 def test_what_is_read_is_what_nvml_can_be_asked_for():
-    units = [nvml_queries.QUERIES[query].unit for key, query in {**QUERIES, **CARD_QUERIES}.items() if key != THROTTLE]
-    assert units == ["MHz", "MHz", "W", "degC", "%", "MHz", "degC"]
+    asked = {key: nvml_queries.QUERIES[query].key for key, query in {**QUERIES, **CARD_QUERIES}.items()}
+    assert [key for key, its in asked.items() if key != its] == []
+    units = [key.rpartition("_")[2] for key in asked if key != THROTTLE]
+    assert units == ["mhz", "mhz", "watts", "celsius", "percent", "mhz", "celsius"]
     result = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
     assert (result["sm_clock_max_mhz"], result["slowdown_celsius"]) == (1980, 89.0)
     nothing_read = {"seconds": 2.5, "samples": 0, "not_available": dict.fromkeys(QUERIES, "no sampler here")}
