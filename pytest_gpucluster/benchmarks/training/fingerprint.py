@@ -43,8 +43,8 @@ def weight_defects(found: Sequence[int], when: str, cause: str) -> dict[int, str
     """
     [(usual, times), *others] = Counter(found).most_common()
     if others and 2 * times <= len(found):
-        kinds = f"{1 + len(others)} kinds on {len(found)} ranks"
-        text = f"has other weights {when} than other ranks: {kinds}, none on most. {cause}"
+        kinds, count = 1 + len(others), len(found)
+        text = f"has other weights {when} than other ranks: {kinds} kinds on {count} ranks, none on most. {cause}"
         return dict.fromkeys(range(len(found)), text)
     return {
         rank: f"has other weights {when} than most ranks: fingerprint {its:016x}, on {times} of {len(found)} ranks it "
