@@ -94,7 +94,7 @@ class Matmul:
     unit = "TFLOPS"
 
     def __init__(self, device: torch.device, shape: Shape, *, dtype: str, sampling: Sampling) -> None:
-        self.name = f"matmul {dtype} " + (f"n={shape.n}" if shape.is_square else str(shape))
+        self.name = f"matmul {dtype} " + (f"n={shape.n}" if shape.m == shape.n == shape.k else str(shape))
         self.each = shape.flops / 1e12
         self._device, self._shape, self._dtype, self._sampling = device, shape, dtype, sampling
         kind = arithmetic(dtype)
