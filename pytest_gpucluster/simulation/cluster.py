@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -191,14 +191,14 @@ def load(what: str) -> Cluster:
 
 
 _SECTIONS = {"gpu": GpuModel, "node": NodeModel, "nccl": NcclModel}
-_PLAIN = {"name": str, "sku": str, "nodes": int, "gpus_per_node": int, "host_names": str, "seed": int}
+_KINDS: Mapping[str, type] = {"str": str, "int": int, "float": float}
 _UNITS = ("bytes", "mhz", "watts", "celsius", "bits", "seconds")
 
 
 def _read(path: Path) -> Cluster:
     document = Document(str(path))
     root = document.root(path, needs="the keys of a cluster", block_scalar_hint="quote the text")
-    keys = ("schema_version", "like", *_PLAIN, "spread", *_SECTIONS, "rates", "faults")
+    keys = ("schema_version", "like", *_plain_fields(Cluster), *_SECTIONS, "rates", "faults")
     top = None if root is None else document.mapping(root, "the file", keys)
     cluster = None
     if root is not None and top is not None:
@@ -216,12 +216,7 @@ def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]
             base = load(document.text(top["like"][1], "like") or "")
         except OptionError as error:
             document.fail(top["like"][1], str(error))
-    found: dict[str, Any] = {"name": path.stem}
-    for key, kind in _PLAIN.items():
-        if key in top:
-            found[key] = _value(document, top[key][1], key, kind, "")
-    if "spread" in top:
-        found["spread"] = _value(document, top["spread"][1], "spread", float, "ratio")
+    found: dict[str, Any] = {"name": path.stem, **_plain_values(document, top, "", Cluster)}
     for key, model in _SECTIONS.items():
         if key in top:
             found[key] = _model(document, top[key][1], key, model, getattr(base, key, None))
@@ -266,30 +261,32 @@ def _with_faults(document: Document, cluster: Cluster, node: Node) -> Cluster:
 
 
 def _model(document: Document, node: Node, what: str, model: Any, base: Any) -> Any:
-    """Read one of ``_SECTIONS``: a key is called as its attribute without the unit."""
-    names = {_key(each.name): each for each in fields(model)}
-    items = document.mapping(node, what, list(names)) or {}
-    found = {
-        names[key].name: _value(
-            document,
-            value,
-            f"{what}.{key}",
-            {"int": int, "float": float}.get(str(names[key].type), str),
-            str(names[key].metadata.get("unit", "")),
-        )
-        for key, (_, value) in items.items()
-    }
+    """Read one of ``_SECTIONS``."""
+    known = _plain_fields(model)
+    items = document.mapping(node, what, list(known)) or {}
+    found = _plain_values(document, items, f"{what}.", model)
     if base is not None:
         return replace(base, **found)
-    missing = [key for key, each in names.items() if each.name not in found and each.default is MISSING]
+    missing = [key for key in known if key not in items]  # none has a default
     if missing and items:
         document.fail(node, f"{what} lacks {', '.join(missing)}")
     return None if missing else model(**found)
 
 
-def _key(name: str) -> str:
-    stem, _, last = name.rpartition("_")
-    return stem if last in _UNITS else name
+def _plain_fields(model: Any) -> dict[str, Field[Any]]:
+    """Return the fields that are a text or a number; a key is called as its attribute without the unit."""
+    plain = [each for each in fields(model) if each.type in _KINDS]
+    return {re.sub(f"_({'|'.join(_UNITS)})$", "", each.name): each for each in plain}
+
+
+def _plain_values(document: Document, items: Mapping[str, tuple[Node, Node]], begin: str, model: Any) -> dict[str, Any]:
+    return {
+        each.name: _value(
+            document, items[key][1], begin + key, _KINDS[str(each.type)], str(each.metadata.get("unit", ""))
+        )
+        for key, each in _plain_fields(model).items()
+        if key in items
+    }
 
 
 def _value(document: Document, node: Node, what: str, kind: type, unit: str) -> Any:

@@ -13,11 +13,11 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,7 @@ _TRAFFIC: dict[str, Callable[[int], float]] = {
 """What goes through a rank's link for each byte of payload. Source: nccl-tests, doc/PERFORMANCE.md."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A GPU of the cluster: its host, and its number there."""
 
     host: str
@@ -118,7 +117,7 @@ class World:
         left = self.spread(place) * (1 - (has("slow-gpu", place.host, place.gpu) or 0))
         left *= (1 - (has("slow-host", place.host) or 0)) * (has("half-rate") or 1)
         hot_after = has("throttle", place.host, place.gpu)
-        if hot_after is not None and self._busy(place) > hot_after:
+        if hot_after is not None and self.machine.busy_seconds > hot_after:  # all ranks of a suite work alike
             left *= HOT_RATIO
         if of == "hbm":
             left *= has("hbm", place.host, place.gpu) or 1
@@ -128,10 +127,6 @@ class World:
             watts = has("power-cap", place.host)
             left *= min(1.0, watts / self.cluster.gpu.power_limit_watts) ** POWER_EXPONENT if watts else 1
         return left
-
-    def _busy(self, place: Place) -> float:
-        """How long a place has been under load; all ranks of a suite work alike."""
-        return self.machine.busy_seconds
 
     def port_factor(self, place: Place) -> float:
         """Return what is left of the rate of the port of a place."""
@@ -160,7 +155,7 @@ class World:
     def hold_group(self, name: str, amount_bytes: int) -> None:
         """Let the communicator of a group take this much memory."""
         self._held[name] = amount_bytes
-        self.machine.hold_groups(sum(self._held.values()))
+        self.machine.group_bytes = sum(self._held.values())
 
     # ---- time
 
@@ -229,11 +224,12 @@ class SimulatedClock(WallClock):
     @contextmanager
     def region(self) -> Iterator[None]:
         """Time the work inside; without any it takes as long as a launch."""
-        before = self._world.machine.now
+        machine = self._world.machine
+        before = machine.now
         with super().region():
             yield
-            if self._world.machine.now == before:
-                self._world.machine.wait(LAUNCH_SECONDS)
+            if machine.now == before:
+                machine.now += LAUNCH_SECONDS
 
     def real(self, count: int) -> int:
         """Return one: it stands for all."""
@@ -285,17 +281,14 @@ class Simulated(Cpu):
         """Return what stands for a second stream."""
         return self
 
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Count work in the side stream by itself."""
-        return self._in_side() if stream is self else nullcontext()
-
     @contextmanager
-    def _in_side(self) -> Iterator[None]:
-        self._on_side = True
+    def on(self, stream: Any) -> Iterator[None]:
+        """Count work in the side stream by itself."""
+        before, self._on_side = self._on_side, self._on_side or stream is self
         try:
             yield
         finally:
-            self._on_side = False
+            self._on_side = before
 
     def fork(self, side: Any) -> None:
         """Let the side stream begin now."""
@@ -405,8 +398,8 @@ class Simulated(Cpu):
     def joined(self, group: ProcessGroup) -> None:
         """Exchange the places of the group's ranks, and take the memory of its communicator."""
         world = self._world
-        world.exchanges[group.group_name] = exchange = Exchange(group, (world.me.host, world.me.gpu))
-        world.places[group.group_name] = tuple(Place(*place) for place in exchange.known)
+        world.exchanges[group.group_name] = exchange = Exchange(group, world.me)
+        world.places[group.group_name] = tuple(exchange.known)
         world.hold_group(group.group_name, world.cluster.nccl.group_bytes)
         nccl.write(world.cluster, exchange.known, dist.get_rank(group))
 

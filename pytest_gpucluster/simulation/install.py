@@ -42,7 +42,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     _require_room(found, facts)
     host = found.hosts[facts.node_rank]
     folder = _shared_folder(found, facts)
-    machine = Machine(folder, host, facts.local_rank)
+    machine = Machine.of(folder, host, facts.local_rank)
     machine.take(os.getpid())
     install_node(found, host, folder)
     world = World(found, machine)

@@ -136,7 +136,7 @@ class SimulatedGpu:
         machine, total = self.machine, self.cluster.gpu.memory_bytes
         processes = [(STALE_PID + machine.index, STALE_BYTES)] if self.has("stale-process") else []
         if machine.pid:
-            processes.insert(0, (machine.pid, machine.held_bytes + machine.group_bytes + CONTEXT_BYTES))
+            processes.insert(0, (machine.pid, machine.group_bytes + CONTEXT_BYTES))
         used = min(sum(amount for _, amount in processes), total - RESERVED_BYTES)
         return {
             "memory.total": total,
@@ -261,7 +261,7 @@ class SimulatedNvml:
 
 def gpus_of(cluster: Cluster, host: str, folder: Path) -> tuple[SimulatedGpu, ...]:
     """Return the GPUs of a host of a simulated run, whose folder this is."""
-    return tuple(SimulatedGpu(cluster, Machine(folder, host, index)) for index in range(cluster.gpus_per_node))
+    return tuple(SimulatedGpu(cluster, Machine.of(folder, host, index)) for index in range(cluster.gpus_per_node))
 
 
 def main() -> NoReturn:

@@ -43,7 +43,7 @@ def world(tmp_path, monkeypatch):
 
     def make(*faults, name="2x8xH100"):
         described = load(name).with_faults([parse(fault) for fault in faults])
-        found = World(described, Machine(tmp_path, described.hosts[-1], 3))
+        found = World(described, Machine.of(tmp_path, described.hosts[-1], 3))
         found.places["all"] = tuple(Place(host, gpu) for host in described.hosts for gpu in range(8))
         monkeypatch.setitem(backends.BACKENDS, "cpu", lambda place: Simulated(place, found))
         return found
@@ -284,7 +284,7 @@ def test_time_goes_by_only_with_work(world):
 def exchanged(rank, folder):
     """What each collective gives on this rank, simulated and by gloo; and the error once the first rank has ended."""
     described = load("1x8xH100")
-    world = World(described, Machine(folder, described.hosts[0], rank))
+    world = World(described, Machine.of(folder, described.hosts[0], rank))
     group, found = dist.group.WORLD, {}
     Simulated(CPU, world).joined(group)
     for name, call in calls(world).items():

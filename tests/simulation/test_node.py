@@ -131,11 +131,10 @@ def test_load_memory_and_processes_are_shown(on):
     assert list(idle.missing) == ["pages.pending"]
     assert (idle.get("processes"), idle.get("memory.used"), idle.get("throttle.reasons")) == ((), 0, ("gpu_idle",))
     gpu.machine.take(4711)
-    gpu.machine.hold(10 * 10**9)
-    gpu.machine.hold_groups(6 * 10**8)
+    gpu.machine.group_bytes = 6 * 10**8
     gpu.machine.work(1)
     busy = read_values(opened, gpu.uuid)
-    assert busy.get("processes") == ((4711, 11_100_000_000),)
+    assert busy.get("processes") == ((4711, 1_100_000_000),)
     assert busy.get("memory.used") + busy.get("memory.free") + busy.get("memory.reserved") == busy.get("memory.total")
     assert (busy.get("power.draw"), busy.get("utilization.gpu"), busy.get("clock.sm")) == (690.0, 100, 1980)
     assert read_values(opened, other.uuid).get("utilization.gpu") == 0
