@@ -24,7 +24,7 @@ from pytest_gpucluster.node import scheduler
 from pytest_gpucluster.node.host import read_node
 from pytest_gpucluster.node.processes import Output, run_program
 from pytest_gpucluster.runners.hosts import Host, read_hosts, select_hosts
-from pytest_gpucluster.runners.plan import expect_argument, parse_per_node, require_unreserved
+from pytest_gpucluster.runners.plan import parse_per_node, require_unreserved
 from pytest_gpucluster.runners.sweep_kubernetes import CALL_SECONDS, client_version, parse_items
 from pytest_gpucluster.runners.torchrun import command_line, launched_shape, rendezvous_host, rendezvous_port
 from pytest_gpucluster.text import clip, paragraph, plural
@@ -163,8 +163,9 @@ def _over_ssh(
     require_unreserved(forwarded)
     hosts = select_hosts(read_hosts(file), options.nodes, options.exclude)
     launch = [f"--nproc-per-node={options.nproc_per_node}"] if options.nproc_per_node else []
-    expect = [expect_argument(len(hosts), parse_per_node(options.expect))] if options.expect else []
-    return hosts, launch, [*forwarded, *expect]
+    if options.expect:
+        forwarded = [*forwarded, f"--gpucluster-expect={replace(parse_per_node(options.expect), nodes=len(hosts))}"]
+    return hosts, launch, list(forwarded)
 
 
 def _forecast(

@@ -111,7 +111,12 @@ class Supervisor:
             now = time.monotonic()
             if not self._lost and now - self._last_heartbeat > self._heartbeat_timeout:
                 self._lose_connection()
-            self._send_signals(child)
+            # Each requested signal once: a second one of a kind would end the job before its ranks.
+            for number in dict.fromkeys(self._requested):
+                self._stopping_since = self._stopping_since or now
+                if number not in self._sent and child.poll() is None:
+                    self._sent.add(number)
+                    child.send_signal(number)
             if child.poll() is not None and ended_at is None:
                 ended_at = now
             if ended_at is not None and not descendants():
@@ -151,14 +156,6 @@ class Supervisor:
     def _lose_connection(self) -> None:
         self._lost = True
         self._requested.append(signal.SIGTERM)
-
-    def _send_signals(self, child: subprocess.Popen[bytes]) -> None:
-        """Send each requested signal once: a second one of a kind would end the job before its ranks."""
-        for number in dict.fromkeys(self._requested):
-            self._stopping_since = self._stopping_since or time.monotonic()
-            if number not in self._sent and child.poll() is None:
-                self._sent.add(number)
-                child.send_signal(number)
 
     def _forward_output(self, pipe: IO[bytes]) -> None:
         with pipe:

@@ -6,7 +6,7 @@ import posixpath
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.errors import OptionError
@@ -63,12 +63,6 @@ def require_unreserved(arguments: Sequence[str]) -> None:
 def report_arguments(report_dir: str, junit: str) -> list[str]:
     """Return pytest's arguments for the report directory and the JUnit file of a run."""
     return [f"--gpucluster-report-dir={report_dir}", f"--junitxml={junit}"]
-
-
-def expect_argument(nnodes: int, per_node: Expectation) -> str:
-    """Return pytest's argument that declares a cluster of equal nodes."""
-    sku = f"x{per_node.sku}" if per_node.sku else ""
-    return f"--gpucluster-expect={nnodes}x{per_node.gpus_per_node}{sku}"
 
 
 def torchrun_options(nnodes: int, ranks: int | None, master: str, port: int) -> list[str]:
@@ -152,7 +146,7 @@ class SshPlan:
             *("run", *([f"--node-rank={node_rank}"] if nnodes > 1 else [])),
             *torchrun_options(nnodes, ranks, self.master, self.port),
             *("--", *self.arguments),
-            *([expect_argument(nnodes, self.per_node)] if self.per_node is not None else []),
+            *([f"--gpucluster-expect={replace(self.per_node, nodes=nnodes)}"] if self.per_node is not None else []),
             *report_arguments(self.folder(host), posixpath.join(self.folder(host), "report.xml")),
         ]
 
@@ -187,4 +181,5 @@ class SweepPlan:
     def arguments(self, nnodes: int, master: str) -> list[str]:
         """Return the launcher's arguments, without ``--node-rank`` and where the reports go, which may be appended."""
         start = torchrun_options(nnodes, self.per_node.gpus_per_node, master, self.port)
-        return [*start, "-m", "pytest", *self.pytest_arguments, expect_argument(nnodes, self.per_node)]
+        declared = replace(self.per_node, nodes=nnodes)
+        return [*start, "-m", "pytest", *self.pytest_arguments, f"--gpucluster-expect={declared}"]

@@ -224,6 +224,8 @@ class RemoteRun:
             EnvironmentBroken: ssh cannot be started.
             OSError: output or reports cannot be written.
         """
+        self.reports = directory / plan.hosts[0].name
+        """Those of rank 0."""
         self._show, self._first_end = show, 0.0
         self._jobs: list[RemoteJob] = []
         try:
@@ -235,7 +237,12 @@ class RemoteRun:
             self.abandon()
             raise
 
-    def poll(self) -> Sequence[NodeResult] | None:
+    def poll(self) -> LauncherExit | None:
+        """Make progress; return how it ended, as its worst node did; None while it runs."""
+        results = self.results()
+        return None if results is None else launcher_exit(results, f"{self.reports}.log")
+
+    def results(self) -> Sequence[NodeResult] | None:
         """Make progress; return the results in the order of the plan when all are here."""
         results = [job.poll() for job in self._jobs]
         if not self._first_end and any(not job.running for job in self._jobs):
@@ -252,7 +259,7 @@ class RemoteRun:
         """
         handled = 0
         try:
-            while (results := self.poll()) is None:
+            while (results := self.results()) is None:
                 if len(signals.numbers) > handled:
                     number, handled = signals.numbers[handled], handled + 1
                     running = sum(job.running for job in self._jobs)

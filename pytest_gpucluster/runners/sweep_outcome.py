@@ -93,44 +93,41 @@ def judge_run(
     A failure counts however the launcher ended. A pass counts only if the launcher ended with 0, and if the run was of
     as many nodes and ranks as were launched; ``world_size`` is None where that is unknown.
     """
-    verdict, code, failure = _verdict(result, launcher, problem, nnodes=nnodes, world_size=world_size)
-    return Outcome(
-        node=node,
-        verdict=verdict,
-        exit=code,
-        failure=one_line(failure, _FAILURE_CHARACTERS),
-        seconds=launcher.seconds,
-        journal=result.journal if result is not None else "",
-        log=launcher.log,
-    )
 
+    def ended(verdict: str, code: int, failure: str) -> Outcome:
+        return Outcome(
+            node=node,
+            verdict=verdict,
+            exit=code,
+            failure=one_line(failure, _FAILURE_CHARACTERS),
+            seconds=launcher.seconds,
+            journal=result.journal if result is not None else "",
+            log=launcher.log,
+        )
 
-def _verdict(
-    result: RunResult | None, launcher: LauncherExit, problem: str, *, nnodes: int, world_size: int | None
-) -> tuple[str, int, str]:
     how = "did not end" if launcher.exit is None else f"ended with exit code {launcher.exit}"
     if result is None:
         why = launcher.stop_reason or (f"its launcher {how}" if launcher.exit is None else f"{how} and no journal")
         hint = problem or launcher.hint
-        return NO_ANSWER, BROKEN_EXIT, f"{why}: {hint}" if hint else why
+        return ended(NO_ANSWER, BROKEN_EXIT, f"{why}: {hint}" if hint else why)
     failure = result.failure or result.reason
     if result.verdict == REJECTED or result.exit == 1:
-        return REJECTED, 1, failure
+        return ended(REJECTED, 1, failure)
     if launcher.stop_reason:
-        return NO_ANSWER, BROKEN_EXIT, f"{launcher.stop_reason}{'' if result.ended else f'; {result.reason}'}"
+        return ended(NO_ANSWER, BROKEN_EXIT, f"{launcher.stop_reason}{'' if result.ended else f'; {result.reason}'}")
     if not result.ended:
-        return NO_ANSWER, BROKEN_EXIT, f"its journal has no end: {failure}"
+        return ended(NO_ANSWER, BROKEN_EXIT, f"its journal has no end: {failure}")
     if result.nnodes != nnodes or world_size not in (None, result.world_size):
         found, launched = f"{result.world_size} ranks on {result.nnodes} nodes", f"{world_size or 'ranks'} on {nnodes}"
-        return BROKEN, BROKEN_EXIT, f"its journal is of {found}, but {launched} were launched"
+        return ended(BROKEN, BROKEN_EXIT, f"its journal is of {found}, but {launched} were launched")
     if result.verdict in PASSES and result.exit == 0:
         if launcher.exit == 0:
-            return result.verdict, 0, ""
+            return ended(result.verdict, 0, "")
         hint = f": {launcher.hint}" if launcher.hint else ""
-        return BROKEN, BROKEN_EXIT, f"its journal states {result.verdict}, but its launcher {how}{hint}"
+        return ended(BROKEN, BROKEN_EXIT, f"its journal states {result.verdict}, but its launcher {how}{hint}")
     if (result.verdict, result.exit) in _NOTHING_FAILED:
-        return result.verdict, result.exit, failure
-    return BROKEN, result.exit if result.exit in (2, 3, 4, 5) else BROKEN_EXIT, failure
+        return ended(result.verdict, result.exit, failure)
+    return ended(BROKEN, result.exit if result.exit in (2, 3, 4, 5) else BROKEN_EXIT, failure)
 
 
 def progress_line(ended: int, total: int, outcome: Outcome) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.plan import SshPlan, SweepPlan, random_port
 from pytest_gpucluster.runners.ssh import Access
-from pytest_gpucluster.runners.ssh_job import STOP_SECONDS, RemoteRun, launcher_exit
+from pytest_gpucluster.runners.ssh_job import STOP_SECONDS, RemoteRun
 from pytest_gpucluster.runners.sweep import JobScheduler
-from pytest_gpucluster.runners.sweep_outcome import JOINT, LauncherExit
+from pytest_gpucluster.runners.sweep_outcome import JOINT
 
 
 class Ssh(JobScheduler):
@@ -25,7 +25,7 @@ class Ssh(JobScheduler):
         self._access, self._run_id = access, run_id
         self.nodes, self.python, self.port = tuple(self._hosts), access.python, random_port()
 
-    def start(self, plan: SweepPlan, nodes: Sequence[str], folder: Path) -> SshJob:
+    def start(self, plan: SweepPlan, nodes: Sequence[str], folder: Path) -> RemoteRun:
         """Start the run on these nodes; the reports of each go to a folder with its name."""
         hosts = tuple(self._hosts[name] for name in nodes)
         is_joint = folder.name == JOINT
@@ -40,25 +40,4 @@ class Ssh(JobScheduler):
         )
         directory = folder if is_joint else folder.parent
         directory.mkdir(exist_ok=True)
-        run = RemoteRun(ssh_plan, directory, within_seconds=plan.seconds(len(nodes)))
-        return SshJob(run, directory / nodes[0])
-
-
-class SshJob:
-    """A run whose result is that of its worst node, and whose journal is rank 0's."""
-
-    def __init__(self, run: RemoteRun, reports: Path) -> None:
-        self._run, self.reports = run, reports
-
-    def poll(self) -> LauncherExit | None:
-        """Return how it ended; None while it runs."""
-        results = self._run.poll()
-        return None if results is None else launcher_exit(results, f"{self.reports}.log")
-
-    def stop(self, reason: str) -> None:
-        """Ask all nodes to end it; the reports are written and copied."""
-        self._run.stop(reason)
-
-    def abandon(self) -> str:
-        """Give it up at once. Return what may still run; empty if nothing."""
-        return self._run.abandon()
+        return RemoteRun(ssh_plan, directory, within_seconds=plan.seconds(len(nodes)))

@@ -91,8 +91,6 @@ def signal_name(number: int) -> str:
 # ---- the command line
 
 _RANKS = "--nproc-per-node"
-_RANKS_VARIABLE = "PET_NPROC_PER_NODE"
-"""torchrun reads each of its options from such a variable, too. Source: torch, distributed/argparse_util.py."""
 _DEVICE, _DEVICE_VARIABLE = "--gpucluster-device", "GPUCLUSTER_DEVICE"
 _PYTEST_VARIABLE = "PYTEST_ADDOPTS"
 """pytest reads arguments from it, before its own. Source: pytest's reference, "Environment Variables"."""
@@ -124,7 +122,7 @@ def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[
     if launch and not launch[0].startswith("-"):
         raise OptionError(f"{launch[0]}: arguments of pytest stand after two dashes: `gpucluster run -- {launch[0]}`")
     arguments = [*launch, "-m", "pytest", *pytest]
-    if environ.get(_RANKS_VARIABLE) or _RANKS in names:
+    if _RANKS in names or _given((), _RANKS, environ):
         return arguments
     try:
         words = [*shlex.split(environ.get(_PYTEST_VARIABLE, "")), *pytest]
@@ -144,14 +142,12 @@ def rendezvous_host(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[
         launch: options for torchrun.
         environ: the environment, in which each may have a default.
 
-    Source: torch, distributed/run.py (config_from_args) and distributed/argparse_util.py.
+    Source: torch, distributed/run.py (config_from_args).
     """
     if "--standalone" in launch or environ.get("PET_STANDALONE") == "1":
         return None
     for option in _RENDEZVOUS_OPTIONS:
-        given = environ.get(f"PET_{option.removeprefix('--').replace('-', '_').upper()}", "")
-        given = _last_value(launch, option, given)
-        if given:
+        if given := _given(launch, option, environ):
             # host, host:port or [address of IPv6]:port
             bracketed = re.fullmatch(r"\[([^]]*)\](:\d+)?", given)
             host = bracketed[1] if bracketed else given.rpartition(":")[0] if given.count(":") == 1 else given
@@ -161,23 +157,25 @@ def rendezvous_host(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[
 
 def rendezvous_port(launch: Sequence[str], environ: Mapping[str, str]) -> int:
     """Return the port at which torchrun's agents meet; 0 if it is not a number. Arguments as above."""
-    endpoint = _last_value(launch, "--rdzv-endpoint", environ.get("PET_RDZV_ENDPOINT", ""))
-    port = endpoint.rpartition(":")[2] if endpoint else ""
-    text = port or _last_value(launch, "--master-port", environ.get("PET_MASTER_PORT", "")) or "29500"
+    port = _given(launch, "--rdzv-endpoint", environ).rpartition(":")[2]
+    text = port or _given(launch, "--master-port", environ) or "29500"
     return int(text) if text.isdecimal() else 0
 
 
 def launched_shape(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
     """Return the numbers of nodes and of ranks on each; 0 ranks: one for each GPU. Arguments as above."""
-    nodes, ranks = (
-        _last_value(launch, option, environ.get(variable, "")).rpartition(":")[2]
-        for option, variable in (("--nnodes", "PET_NNODES"), (_RANKS, _RANKS_VARIABLE))
-    )
+    nodes, ranks = (_given(launch, option, environ).rpartition(":")[2] for option in ("--nnodes", _RANKS))
     return int(nodes) if nodes.isdecimal() else 1, int(ranks) if ranks.isdecimal() else 0
 
 
 def _option(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
+
+
+def _given(launch: Sequence[str], option: str, environ: Mapping[str, str]) -> str:
+    """Return the value of an option of torchrun, else that of its variable. Source: distributed/argparse_util.py."""
+    variable = f"PET_{option.removeprefix('--').replace('-', '_').upper()}"
+    return _last_value(launch, option, environ.get(variable, ""))
 
 
 def _last_value(words: Sequence[str], option: str, default: str) -> str:
