@@ -205,8 +205,11 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         names: rank -> how to call it, with host and GPU.
         unfinished: why ranks were released when none of them is the culprit, such as a deadline.
     """
-    outcomes = _cut_explained(outcomes)
-    released = _ranks_of(outcomes, "released")
+    # A rank whose connection was cut suffers from what happened to its peer. If that is unknown, the cut is.
+    explained = any(o.outcome in ("failed", "error", "hung", "lost", "skipped", "slow") for o in outcomes)
+    cut = "released" if explained else "error"
+    outcomes = [replace(o, outcome=cut) if o.outcome == "cut" else o for o in outcomes]
+    released = [o.rank for o in outcomes if o.outcome == "released"]
     bad = [
         replace(o, rank=rank)
         for o in outcomes
@@ -217,7 +220,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     ranks = [{"rank": o.rank, "outcome": o.outcome, "message": o.message} for o in outcomes if o.outcome != "passed"]
     if not bad and skipped and len(skipped) < len(outcomes):
         return _disagreeing_skip(skipped, outcomes, names, ranks)
-    slow = _of(outcomes, "slow")
+    slow = [o for o in outcomes if o.outcome == "slow"]
     if not bad and slow:
         return rehearsed_too_slowly(slow[0].message, released=sorted([o.rank for o in slow] + released), ranks=ranks)
     if not bad and not released:
@@ -229,7 +232,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         return Merged(
             outcome="error",
             message=first_line(message),
-            text="\n\n".join(_folded(_of(outcomes, "released"), names)) or message,
+            text="\n\n".join(_folded([o for o in outcomes if o.outcome == "released"], names)) or message,
             released=released,
             ranks=ranks,
             group_invalid=True,
@@ -281,21 +284,6 @@ def rehearsed_too_slowly(why: str, *, released: Sequence[int] = (), ranks: Seque
     )
 
 
-def _cut_explained(outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:
-    """A rank whose connection was cut suffers from what happened to its peer. If that is unknown, the cut is."""
-    explained = any(o.outcome in ("failed", "error", "hung", "lost", "skipped", "slow") for o in outcomes)
-    outcome = "released" if explained else "error"
-    return [replace(o, outcome=outcome) if o.outcome == "cut" else o for o in outcomes]
-
-
-def _of(outcomes: Sequence[RankOutcome], outcome: str) -> list[RankOutcome]:
-    return [o for o in outcomes if o.outcome == outcome]
-
-
-def _ranks_of(outcomes: Sequence[RankOutcome], outcome: str) -> list[int]:
-    return [o.rank for o in _of(outcomes, outcome)]
-
-
 def _disagreeing_skip(
     skipped: Sequence[RankOutcome],
     outcomes: Sequence[RankOutcome],
@@ -312,7 +300,7 @@ def _disagreeing_skip(
         message=first_line(message),
         text=f"{message}\n\n{table}",
         culprits=quiet,
-        released=_ranks_of(outcomes, "released"),
+        released=[o.rank for o in outcomes if o.outcome == "released"],
         ranks=ranks,
         group_invalid=True,
     )

@@ -89,9 +89,8 @@ def main_thread_stack() -> str:
     return "".join(traceback.format_list(frames[start:] or frames)).rstrip()
 
 
-def making_group() -> Operation:
-    """Return the making of a process group as an operation: all ranks must enter it, like a collective."""
-    return Operation(group="in the making", sequence=1, name="the making of a process group", pending=True)
+MAKING_GROUP = Operation(group="in the making", sequence=1, name="the making of a process group", pending=True)
+"""The making of a process group as an operation: all ranks must enter it, like a collective."""
 
 
 def recorded_operations(since_ns: int) -> list[Operation]:
@@ -218,9 +217,7 @@ def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing:
     stuck = {rank: where for rank, where in wheres.items() if rank in missing}
     for rank, where in stuck.items():
         if not where.pending:
-            last = where.stack.splitlines()
-            place = _place(last)
-            found[rank] = Culprit(message=f"hangs {place}", text=where.describe())
+            found[rank] = Culprit(message=f"hangs {_place(where.stack.splitlines())}", text=where.describe())
     if found or not stuck:
         return found
     return _left_behind(wheres, stuck)
@@ -234,7 +231,11 @@ def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dic
     by_group: dict[str, list[Operation]] = {}
     for operation in waits:
         by_group.setdefault(operation.group, []).append(operation)
-    right = {group: _furthest(_most_waited(operations, waits)) for group, operations in by_group.items()}
+    right: dict[str, list[Operation]] = {}
+    for group, operations in by_group.items():
+        most = _most_waited(operations, waits)
+        furthest = max(o.sequence for o in most)  # no rank is ahead of it
+        right[group] = [o for o in most if o.sequence == furthest]
     messages: dict[int, str] = {}
     for operation, ranks in waits.items():
         others = _others(operation, right[operation.group], waits)
@@ -242,7 +243,9 @@ def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dic
             messages |= dict.fromkeys(ranks, f"waits in {operation.name} #{operation.sequence}, while {others}")
     everywhere = [operation for operations in right.values() for operation in operations]
     for rank in wheres.keys() - stuck.keys():
-        lacks = _lacks(wheres[rank], everywhere)
+        # It is a member of the groups that it has entered before; if it has entered none, it may be one of each.
+        lacks = [o for o in everywhere if wheres[rank].entered(o.group) < o.sequence]
+        lacks = [o for o in lacks if wheres[rank].entered(o.group)] or lacks
         if lacks:
             missing = [f"{_describe(o)}, where {_waiters(o, waits)}" for o in lacks[:_SHOWN_OTHERS]]
             messages[rank] = f"finished without entering {_join(missing, of=len(lacks))}"
@@ -268,19 +271,6 @@ def _most_waited(operations: Sequence[Operation], waits: Mapping[Operation, Sequ
     return [o for o in operations if len(waits[o]) == most]
 
 
-def _furthest(operations: Sequence[Operation]) -> list[Operation]:
-    """Return those of one group that no rank is ahead of."""
-    furthest = max(o.sequence for o in operations)
-    return [o for o in operations if o.sequence == furthest]
-
-
-def _lacks(where: Where, operations: Sequence[Operation]) -> list[Operation]:
-    """Return what a rank that has finished has not entered. It is a member of the groups that it has entered before; if
-    it has entered none of them, it may be one of each."""
-    lacks = [o for o in operations if where.entered(o.group) < o.sequence]
-    return [o for o in lacks if where.entered(o.group)] or lacks
-
-
 def _join(parts: Sequence[str], *, of: int) -> str:
     return " and ".join([*parts, *([f"{of - len(parts)} more"] if of > len(parts) else [])])
 
@@ -298,12 +288,11 @@ def _place(stack_lines: Sequence[str]) -> str:
     """Return "at file:line in function" of the innermost frame, of those outside installed packages if there is one."""
     frames = [line.strip() for line in stack_lines if line.strip().startswith("File ")]
     own = [line for line in frames if "/site-packages/" not in line and "/lib/python" not in line]
-    for stripped in reversed(own or frames):
-        if stripped:
-            file, _, rest = stripped[5:].partition(", line ")
-            number, _, function = rest.partition(", in ")
-            return f"at {file.strip(chr(34)).rpartition('/')[2]}:{number} in {function}"
-    return "outside of any collective"
+    if not frames:
+        return "outside of any collective"
+    file, _, rest = (own or frames)[-1][5:].partition(", line ")
+    number, _, function = rest.partition(", in ")
+    return f"at {file.strip(chr(34)).rpartition('/')[2]}:{number} in {function}"
 
 
 _PREFIX = "gpucluster-fault-"

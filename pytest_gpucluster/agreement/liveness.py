@@ -10,9 +10,10 @@ import contextlib
 import json
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,26 @@ _STATES = {
 _LOOKS = 5
 
 
+def _stat(process: Path) -> list[str]:
+    """Return what the kernel lists of a process or thread from its state on, which is field 3 of stat in proc(5).
+
+    Raises: OSError: it has ended.
+    """
+    return (process / "stat").read_text().rpartition(")")[2].split()
+
+
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot, or None if there is none. Source: proc(5), stat 22."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return int(_stat(Path(f"/proc/{pid}"))[19])
     except OSError:
         return None
-    return int(text.rpartition(")")[2].split()[19])
 
 
 def process_state(pid: int) -> str:
     """Return in words what a process is doing. Source: proc(5), stat field 3."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = _stat(Path(f"/proc/{pid}"))[0]
     except OSError:
         return "gone"
     return f"{letter}: {_STATES.get(letter, 'unknown state')}"
@@ -86,7 +94,7 @@ def _working_threads() -> dict[int, tuple[str, int]]:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 waiting += [int(child) for child in (task / "children").read_text().split()]
                 if pid != own or int(task.name) == own:
-                    fields = (task / "stat").read_text().rpartition(")")[2].split()
+                    fields = _stat(task)
                     found[int(task.name)] = fields[0], int(fields[11]) + int(fields[12])
     return found
 
@@ -114,7 +122,7 @@ class Siblings:
 
     def watch(self, poller: select.poll) -> None:
         """Register every pidfd."""
-        for fd in self._rank_of_fd:
+        for fd in self.rank_fds.values():
             poller.register(fd, select.POLLIN)
 
     def rank_of(self, fd: int, poller: select.poll) -> int | None:
@@ -127,26 +135,22 @@ class Siblings:
     def ended(self) -> list[int]:
         """Return the ranks on this host whose process is gone right now."""
         poller = select.poll()
-        for fd in self.rank_fds.values():
-            poller.register(fd, select.POLLIN)
+        self.watch(poller)
         fds = {fd for fd, _ in poller.poll(0)}
         return [rank for rank, fd in self.rank_fds.items() if fd in fds]
 
     def wait_for_end(self, ranks: Iterable[int], seconds: float) -> None:
         """Wait for the end of some siblings, but no longer than so."""
         until = time.monotonic() + seconds
-        poller = select.poll()
         for fd in (self.rank_fds[rank] for rank in ranks if rank in self.rank_fds):
+            poller = select.poll()
             poller.register(fd, select.POLLIN)
             poller.poll(1000 * max(0.0, until - time.monotonic()))
-            poller.unregister(fd)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a sibling, if it still lives."""
-        import signal as signals
-
         with contextlib.suppress(ProcessLookupError, KeyError):
-            signals.pidfd_send_signal(self.rank_fds[rank], number)
+            signal.pidfd_send_signal(self.rank_fds[rank], number)
 
     def close(self) -> None:
         """Close the pidfds."""
@@ -159,14 +163,9 @@ class Siblings:
 class Heartbeats:
     """When each rank's heartbeat last changed, by this process's own clock: clocks of hosts are never compared."""
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        now = time.monotonic()
-        self._last: dict[int, tuple[bytes, float]] = dict.fromkeys(ranks, (b"", now))
-
-    @property
-    def ranks(self) -> list[int]:
-        """The watched ranks."""
-        return list(self._last)
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self._last: dict[int, tuple[bytes, float]] = dict.fromkeys(ranks, (b"", time.monotonic()))
 
     def update(self, beats: Mapping[int, bytes]) -> None:
         """Take the present beats."""
@@ -188,10 +187,6 @@ class Liveness:
         self.siblings = Siblings(who, rank)
         # Rank 0 watches all; the others watch rank 0, and each its siblings' processes.
         self.heartbeats = Heartbeats([peer for peer in who if peer != rank] if rank == 0 else [0])
-
-    def is_here(self, rank: int) -> bool:
-        """Return whether a rank's process can be seen from this one."""
-        return rank in self.siblings.rank_fds
 
     def last_words(self, rank: int) -> str:
         """Return what faulthandler wrote for a sibling that died of a signal it could still report."""
@@ -302,13 +297,11 @@ class Deadline:
         answers = {rank: json.loads(self.store.get(f"where/{phase.number}/{rank}")) for rank in answered}
         wheres = {rank: read(Where, answer, f"rank {rank}") for rank, answer in answers.items()}
         silent = {rank: self.liveness.describe_silence(rank) for rank in missing if rank not in answered}
-        found: dict[int, hang_diagnosis.Culprit] = {}
         if self.rehearsal:
             phase.too_slow = hang_diagnosis.too_slow(
                 wheres, silent, missing=missing, deadline_seconds=phase.deadline_seconds
             )
-        if not phase.too_slow:
-            found = hang_diagnosis.culprits(wheres, silent, missing=missing)
+        found = {} if phase.too_slow else hang_diagnosis.culprits(wheres, silent, missing=missing)
         # Here at once: the ranks may answer before this rank has read its own event.
         phase.culprits = found
         if phase.deadline_seconds:  # 0 where a rank was silent before it
@@ -320,7 +313,7 @@ class Deadline:
             "release",
             number=phase.number,
             reason=reason,
-            culprits={rank: {"message": c.message, "text": c.text} for rank, c in found.items()},
+            culprits={rank: asdict(culprit) for rank, culprit in found.items()},
         )
         phase.released_since = now = time.monotonic()
         phase.overdue_since = phase.overdue_since or now
@@ -340,10 +333,6 @@ class Deadline:
             return
         post_event(self.store, "end", **abort.to_json())
         for rank in missing:
-            culprit = phase.culprits.get(rank)
-            body = {
-                "outcome": "hung",
-                "message": culprit.message if culprit else "cannot be released",
-                "text": culprit.text if culprit else "The rank could not be released.",
-            }
+            unknown = Culprit(message="cannot be released", text="The rank could not be released.")
+            body = {"outcome": "hung", **asdict(phase.culprits.get(rank, unknown))}
             exchange.answer_for(self.store, phase.number, rank, body)

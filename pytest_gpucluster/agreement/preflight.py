@@ -7,14 +7,14 @@ launched. Everything here is pure: it compares what the ranks reported of themse
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.text import printable, rank_ranges
+from pytest_gpucluster.text import plural, printable, rank_ranges, some_of
 
 Who = Mapping[str, Any]
 COMPARED_VERSIONS = ("python", "torch", "cuda", "nccl", "driver", "pytest_gpucluster")
@@ -160,12 +160,12 @@ def _misplaced(who: Mapping[int, Who]) -> Iterator[Problem]:
 
 
 def _shape(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None) -> Iterator[Problem]:
-    launched = f"{_count(facts.nnodes, 'node')} with {_count(facts.world_size, 'rank')} in all"
+    launched = f"{plural(facts.nnodes, 'node')} with {plural(facts.world_size, 'rank')} in all"
     if expectation is None:
         declared = facts.scheduler.nnodes
         if declared is not None and facts.nnodes < declared:
             yield _problem(
-                f"{launched} were launched, but {facts.scheduler.name} allocated {_count(declared, 'node')}",
+                f"{launched} were launched, but {facts.scheduler.name} allocated {plural(declared, 'node')}",
                 f"start on all of them (`srun --ntasks-per-node=1 torchrun --nnodes={declared} ...`), or"
                 " declare the part that is meant:"
                 f" --gpucluster-expect={facts.nnodes}x{facts.local_world_size}",
@@ -174,7 +174,7 @@ def _shape(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | 
     if (facts.nnodes, facts.world_size) != (expectation.nodes, expectation.world_size):
         yield _problem(
             f"{launched} were launched, but --gpucluster-expect={expectation} is"
-            f" {_count(expectation.nodes, 'node')} with {_count(expectation.gpus_per_node, 'GPU')} each, one"
+            f" {plural(expectation.nodes, 'node')} with {plural(expectation.gpus_per_node, 'GPU')} each, one"
             " rank to a GPU",
             f"torchrun --nnodes={expectation.nodes} --nproc-per-node={expectation.gpus_per_node} ..., or"
             " declare what is meant",
@@ -232,9 +232,9 @@ def gpus_without_a_rank(who: Mapping[int, Who], facts: RankFacts, expectation: E
     if not bare:
         return ""
     name, count, visible = bare[0]
-    more = f", and {_count(len(bare) - 1, 'more node')}" if len(bare) > 1 else ""
+    more = f", and {plural(len(bare) - 1, 'more node')}" if len(bare) > 1 else ""
     return (
-        f"{name} shows {_count(visible, 'GPU')} and has {_count(count, 'rank')}{more}: start a rank for each GPU, or "
+        f"{name} shows {plural(visible, 'GPU')} and has {plural(count, 'rank')}{more}: start a rank for each GPU, or "
         f"declare what is to be accepted, as by --gpucluster-expect {facts.nnodes}x{count}"
     )
 
@@ -245,7 +245,7 @@ def _hosts_of_nodes(who: Mapping[int, Who], facts: RankFacts, expectation: Expec
     hosts = sorted({_host(they) for they in who.values()})
     if declared is not None and len(hosts) < declared:
         yield _problem(
-            f"{_count(facts.nnodes, 'node')} were launched on only {_count(len(hosts), 'host')}: {', '.join(hosts)}",
+            f"{plural(facts.nnodes, 'node')} were launched on only {plural(len(hosts), 'host')}: {', '.join(hosts)}",
             "start one launcher on each host, or declare what is meant with --gpucluster-expect",
         )
 
@@ -269,7 +269,7 @@ def _gpus_of_nodes(
         place = f"{_host(who[ranks[0]])} (node_rank {node})"
         if present < declared:
             yield _problem(
-                f"{place} has {_count(present, 'GPU')}, but {by} {declared}",
+                f"{place} has {plural(present, 'GPU')}, but {by} {declared}",
                 "see `nvidia-smi -L` and the kernel log of that host: a GPU may have fallen off the bus",
                 *(_gpu(who[rank]) for rank in ranks),
             )
@@ -348,7 +348,7 @@ def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who
         f"{printable(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})" for value, ranks in deviants.items()
     )
     return _problem(
-        f"{what} differs between ranks: {others}; the other {_count(len(values[usual]), 'rank')}"
+        f"{what} differs between ranks: {others}; the other {plural(len(values[usual]), 'rank')}"
         f" {'has' if len(values[usual]) == 1 else 'have'} {printable(usual)!r}",
         remedy,
     )
@@ -359,9 +359,7 @@ def _problem(message: str, remedy: str, *details: str) -> Problem:
 
 
 def _hosts(ranks: list[int], who: Mapping[int, Who]) -> str:
-    names = Counter(_host(who[rank]) for rank in ranks)
-    first = list(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - 3} more hosts" if len(names) > 3 else "")
+    return some_of(list(dict.fromkeys(_host(who[rank]) for rank in ranks)))
 
 
 def _gpu(they: Who) -> str:
@@ -375,7 +373,3 @@ def _host(they: Who) -> str:
 
 def _words(text: str) -> set[str]:
     return set(re.findall(r"[A-Z0-9.]+", text.upper()))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -68,57 +68,41 @@ def join(
         StoreError: rank 0 gave no word in time, or has ended, or the store has gone.
     """
     with store_errors(f"{facts}: "):
-        return _report(store, facts, me, timeout_seconds, check, shared, is_hopeless)
-
-
-def _report(
-    store: Store,
-    facts: RankFacts,
-    me: Who,
-    timeout_seconds: float,
-    check: Callable[[Mapping[int, Who]], AbortReason | None],
-    shared: Mapping[str, Any],
-    is_hopeless: Callable[[], bool],
-) -> RollCall:
-    if store.add(f"taken/{facts.rank}", 1) != 1:
-        raise LaunchError(
-            f"{facts}: another process of this run is this rank already. A pytest that is started in a test needs an "
-            "environment without the launcher's variables (RANK, WORLD_SIZE, TORCHELASTIC_RUN_ID ...)"
-        )
-    store.set(f"hb/{facts.rank}", "0")
-    store.set(f"who/{facts.rank}", json.dumps(me))
-    store.add("who/count", 1)
-    if facts.rank == 0:
-        count = facts.world_size
-        _wait(lambda: store.add("who/count", 0) >= count, timeout_seconds, step=_POLL_SECONDS, is_hopeless=is_hopeless)
-        who = fetch_reports(store, [rank for rank in range(count) if store.check([f"who/{rank}"])])
-        refusal = check(who)
-        hosts = [str(who[rank]["host"]) if rank in who else "?" for rank in range(facts.world_size)]
-        answer = {
-            "hosts": hosts,
-            "shared": dict(shared),
-            "refusal": None if refusal is None else refusal.to_json(),
-        }
-        store.set("join", json.dumps(answer))
-        if refusal is not None:
-            raise Refused(refusal)
-        return RollCall(hosts=hosts, who=who, shared=shared)
-    step = _STEP_SECONDS * max(1.0, facts.world_size / _RANKS_PER_STEP)
-    seconds = timeout_seconds + _VERDICT_MARGIN_SECONDS
-    came = _wait(lambda: store.check(["join"]), seconds, step=step, is_hopeless=is_hopeless)
-    if came is None:
-        raise StoreError(f"{facts}: rank 0 has ended before it called the roll; see its output")
-    if not came:
-        raise StoreError(
-            f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start; see its output and the "
-            "report on its host"
-        )
-    answer = json.loads(store.get("join"))
-    if answer["refusal"] is not None:
-        store.set(f"bye/{facts.rank}", "refused")
-        raise Refused(AbortReason.from_json(answer["refusal"]))
-    here = [rank for rank, host in enumerate(answer["hosts"]) if host == me["host"] or rank == 0]
-    return RollCall(hosts=answer["hosts"], who=fetch_reports(store, here), shared=answer["shared"])
+        if store.add(f"taken/{facts.rank}", 1) != 1:
+            raise LaunchError(
+                f"{facts}: another process of this run is this rank already. A pytest that is started in a test needs "
+                "an environment without the launcher's variables (RANK, WORLD_SIZE, TORCHELASTIC_RUN_ID ...)"
+            )
+        store.set(f"hb/{facts.rank}", "0")
+        store.set(f"who/{facts.rank}", json.dumps(me))
+        store.add("who/count", 1)
+        if facts.rank == 0:
+            ranks = range(facts.world_size)
+            _wait(lambda: store.add("who/count", 0) >= len(ranks), timeout_seconds, _POLL_SECONDS, is_hopeless)
+            who = fetch_reports(store, [rank for rank in ranks if store.check([f"who/{rank}"])])
+            refusal = check(who)
+            hosts = [str(who[rank]["host"]) if rank in who else "?" for rank in ranks]
+            plain = None if refusal is None else refusal.to_json()
+            store.set("join", json.dumps({"hosts": hosts, "shared": dict(shared), "refusal": plain}))
+            if refusal is not None:
+                raise Refused(refusal)
+            return RollCall(hosts=hosts, who=who, shared=shared)
+        step = _STEP_SECONDS * max(1.0, facts.world_size / _RANKS_PER_STEP)
+        seconds = timeout_seconds + _VERDICT_MARGIN_SECONDS
+        came = _wait(lambda: store.check(["join"]), seconds, step, is_hopeless)
+        if came is None:
+            raise StoreError(f"{facts}: rank 0 has ended before it called the roll; see its output")
+        if not came:
+            raise StoreError(
+                f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start; see its output and the "
+                "report on its host"
+            )
+        answer = json.loads(store.get("join"))
+        if answer["refusal"] is not None:
+            store.set(f"bye/{facts.rank}", "refused")
+            raise Refused(AbortReason.from_json(answer["refusal"]))
+        here = [rank for rank, host in enumerate(answer["hosts"]) if host == me["host"] or rank == 0]
+        return RollCall(hosts=answer["hosts"], who=fetch_reports(store, here), shared=answer["shared"])
 
 
 def fetch_reports(store: Store, ranks: Sequence[int]) -> dict[int, Who]:
@@ -135,7 +119,7 @@ class Refused(PreflightError):
         self.refusal = refusal
 
 
-def _wait(is_over: Callable[[], bool], seconds: float, *, step: float, is_hopeless: Callable[[], bool]) -> bool | None:
+def _wait(is_over: Callable[[], bool], seconds: float, step: float, is_hopeless: Callable[[], bool]) -> bool | None:
     """Return whether it has come in time; None if it never will.
 
     Not in one blocking call, so that Ctrl-C and SIGTERM are handled; nor in short ones, each of which logs a warning.

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from pytest_gpucluster.agreement import exchange, hang_diagnosis
 from pytest_gpucluster.agreement.exchange import AbortReason
-from pytest_gpucluster.agreement.hang_diagnosis import remove_left
+from pytest_gpucluster.agreement.hang_diagnosis import Culprit, Where, remove_left
 from pytest_gpucluster.agreement.liveness import ANSWER_SECONDS, Deadline, Liveness, WatchedPhase, computes
 from pytest_gpucluster.agreement.release import PythonReleaser, Releaser
 from pytest_gpucluster.agreement.store import EventLog, Store, post_event
@@ -52,8 +52,7 @@ class WakeupPipe:
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         before = signal.signal(signal.SIGTERM, _heard)
         if not self._installed:
-            self._before = before
-            self._installed = True
+            self._before, self._installed = before, True
             # A forked child shares the pipe: its SIGTERM would be read as ours, and it would survive terminate().
             os.register_at_fork(after_in_child=self._forget_in_child)
 
@@ -391,14 +390,12 @@ class Watch:
             phase.peer_failed = time.monotonic()
             phase.peer_message = f"{self._names[event['rank']]} {event['message']}"
         elif kind == "release":
-            phase.culprits = {
-                int(rank): hang_diagnosis.Culprit(**culprit) for rank, culprit in event["culprits"].items()
-            }
+            phase.culprits = {int(rank): Culprit(**culprit) for rank, culprit in event["culprits"].items()}
             self._release(phase, event["reason"])
 
     def _say_where(self, number: int, phase: WatchedPhase) -> None:
         operations = self._operations(phase)
-        where = hang_diagnosis.Where(
+        where = Where(
             stack=hang_diagnosis.main_thread_stack(),
             operations=tuple(operations),
             waits_seconds=hang_diagnosis.waits_seconds(operations, time.time_ns()),
@@ -407,7 +404,7 @@ class Watch:
         self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(to_json(where)))
 
     def _operations(self, phase: WatchedPhase) -> list[hang_diagnosis.Operation]:
-        making = [hang_diagnosis.making_group() for releaser in self._releasers if releaser.making_group]
+        making = [hang_diagnosis.MAKING_GROUP for releaser in self._releasers if releaser.making_group]
         found = hang_diagnosis.recorded_operations(phase.started_ns) + making
         if phase.in_body and not any(operation.pending for operation in found):
             found += hang_diagnosis.unrecorded_operations()
@@ -427,8 +424,8 @@ class Watch:
         self._heartbeats.update(dict(zip(ranks, beats, strict=True)))
         for rank in ranks:
             silent = self._heartbeats.silent_for(rank)
-            here = self._liveness.is_here(rank)
-            if rank in self._lost or self._store_says_bye(rank, silent):
+            here = rank in self._siblings.rank_fds
+            if rank in self._lost or (silent > 2 * _BEAT_SECONDS and self._store.check([f"bye/{rank}"])):
                 continue
             if not here and silent > self._timeouts.dead:
                 self._lose(rank, f"no heartbeat for {silent:.0f} s: its host {self._who[rank]['host']} may be down")
@@ -437,9 +434,6 @@ class Watch:
 
     def _arm_dump(self) -> None:
         faulthandler.dump_traceback_later(_GIL_DUMP_SECONDS, file=self._fault_file, exit=False)
-
-    def _store_says_bye(self, rank: int, silent: float) -> bool:
-        return silent > 2 * _BEAT_SECONDS and self._store.check([f"bye/{rank}"])
 
     # ---- the phase -------------------------------------------------------------------------------------------
 
@@ -467,11 +461,10 @@ class Watch:
         """Ranks above 0: only they can see that rank 0, which holds all to the deadline, is itself stuck."""
         silent = self._heartbeats.silent_for(0)
         latest = self._timeouts.grace + self._timeouts.stuck + _BACKSTOP_SECONDS
-        here = self._liveness.is_here(0)
         if (
             phase.overdue > latest
             or (phase.overdue > ANSWER_SECONDS and silent > _SILENT_SECONDS)
-            or (here and silent > self._timeouts.unresponsive)
+            or (0 in self._siblings.rank_fds and silent > self._timeouts.unresponsive)
         ):
             self._lose(0, f"it does not answer ({self._liveness.describe_silence(0)})")
 
@@ -544,14 +537,13 @@ class Watch:
 
     def _answer_waits(self, abort: AbortReason) -> None:
         number = self._phase.number
-        if self._facts.rank == 0:
-            for rank in self._who:
-                if rank != 0:
-                    outcome = "lost" if rank in abort.culprits else "released"
-                    body = {"outcome": outcome, "message": abort.message, "text": abort.text or abort.message}
-                    exchange.answer_for(self._store, number, rank, body)
-        else:
+        if self._facts.rank != 0:
             exchange.answer_verdict(self._store, number, {"ended": abort.to_json()})
+            return
+        for rank in self._who.keys() - {0}:
+            outcome = "lost" if rank in abort.culprits else "released"
+            body = {"outcome": outcome, "message": abort.message, "text": abort.text or abort.message}
+            exchange.answer_for(self._store, number, rank, body)
 
     def _act_on_abort(self) -> bool:
         """Keep at freeing the main thread; when time is up, end the process in its place."""

@@ -196,9 +196,9 @@ def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(wheres, missing
 
 
 def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter():
-    found = blamed(at(0, hang_diagnosis.making_group()), at(1), missing=[0])
+    found = blamed(at(0, hang_diagnosis.MAKING_GROUP), at(1), missing=[0])
     assert list(found) == [1]
-    assert hang_diagnosis.making_group().name in found[1]
+    assert hang_diagnosis.MAKING_GROUP.name in found[1]
     assert found[1].endswith("where rank 0 waits")
 
 

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import liveness, watchdog
 from pytest_gpucluster.agreement.exchange import AbortReason, Exchange, key_of, verdict_key
-from pytest_gpucluster.agreement.hang_diagnosis import Where, making_group
+from pytest_gpucluster.agreement.hang_diagnosis import MAKING_GROUP, Where
 from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import EventLog, Stores, post_event
@@ -206,7 +206,7 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place):
     wait_until(lambda: here.store.check([f"where/{number}/1"]))
     where = read(Where, json.loads(here.store.get(f"where/{number}/1")), "rank 1")
     assert "in test_a_rank_says_where_it_is_when_rank_0_asks" in where.stack
-    assert list(where.pending) == [making_group()]
+    assert list(where.pending) == [MAKING_GROUP]
 
 
 def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(place, monkeypatch):
