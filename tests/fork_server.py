@@ -141,7 +141,7 @@ def _become_worker(command, stdin, stdout):
 
 def _start_worker(master, args, execmodel):
     """Start a worker in place of ``Popen2IOMaster.__init__``."""
-    if not shipped.has_spare():
+    if not shipped._spares:
         _new_worker(master, args, execmodel)
         return
     stdin, to_worker = os.pipe()

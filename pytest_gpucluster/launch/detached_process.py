@@ -15,26 +15,13 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection
 from pathlib import Path
 
 VARIABLE = "_GPUCLUSTER_FAULT_FILE"
+"""It marks all processes that a rank starts with the rank's file."""
 _PR_SET_PDEATHSIG = 1
 """Source: prctl(2), linux/prctl.h."""
-
-
-@contextlib.contextmanager
-def mark_processes(environ: MutableMapping[str, str], fault_file: str) -> Iterator[None]:
-    """Mark all processes that are started inside with this rank's file."""
-    before = environ.get(VARIABLE)
-    environ[VARIABLE] = fault_file
-    try:
-        yield
-    finally:
-        if before is None:
-            environ.pop(VARIABLE, None)
-        else:
-            environ[VARIABLE] = before
 
 
 def end_stale_processes(fault_files: Collection[str]) -> list[int]:
@@ -44,16 +31,12 @@ def end_stale_processes(fault_files: Collection[str]) -> list[int]:
     found too.
     """
     ended: list[int] = []
-    while fault_files and (found := [pid for pid in _processes() if pid not in ended and _kill(pid, fault_files)]):
+    while fault_files:
+        left = {int(name) for name in filter(str.isdecimal, os.listdir("/proc"))} - {os.getpid(), *ended}
+        if not (found := [pid for pid in left if _kill(pid, fault_files)]):
+            break
         ended += found
     return ended
-
-
-def _processes() -> Iterator[int]:
-    own = os.getpid()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != own:
-            yield int(entry.name)
 
 
 def _kill(pid: int, fault_files: Collection[str]) -> bool:

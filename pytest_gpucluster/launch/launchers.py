@@ -80,7 +80,6 @@ class RankFacts:
     """Equal on all ranks of one launch, and another one for the next launch if the launcher has such a value."""
     restart_count: int = 0
     """How often torchrun has restarted these ranks."""
-    max_restarts: int = 0
     master_addr: str | None = None
     """Of the store: the loopback address if all ranks are on one node, None for a single process."""
     master_addr_from: str = "MASTER_ADDR"
@@ -193,7 +192,6 @@ def _torchrun(read: _Variables) -> RankFacts:
         "node_rank": read.number("GROUP_RANK"),
         "nnodes": read.number("GROUP_WORLD_SIZE", least=1),
         "restart_count": read.number("TORCHELASTIC_RESTART_COUNT", 0),
-        "max_restarts": read.number("TORCHELASTIC_MAX_RESTARTS", 0),
         # Loopback is allowed: two agents on one host may use it, and their rendezvous has succeeded.
         "master_addr": read.text("MASTER_ADDR"),
         "master_port": read.port(None),

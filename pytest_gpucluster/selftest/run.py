@@ -128,7 +128,11 @@ class SelfTest:
                     todo = "look at `nvidia-smi`; `gpucluster node selftest --device cpu` rehearses without a GPU"
                     self._keep(line("GPUs", False, "none was found, so nothing else was tried", todo))
                     break
-            files = dict(_files_in(folder))
+            files = {
+                path.name: path.read_text(encoding="utf-8", errors="replace")
+                for path in sorted(folder.iterdir())
+                if path.suffix in (".log", ".json", ".txt")
+            }
         files |= {name: output.text for name, command in PROGRAMS.items() if (output := run_program(command)).text}
         files = {redact(name): redact(text) for name, text in files.items()}
         seconds = time.monotonic() - begin
@@ -228,9 +232,3 @@ def _identifying() -> dict[str, str]:
     with contextlib.suppress(OSError, KeyError):
         found[getpass.getuser()] = "USER"
     return {name: word for name, word in found.items() if name not in ("", "localhost", "root", "/")}
-
-
-def _files_in(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".log", ".json", ".txt"):
-            yield path.name, path.read_text(encoding="utf-8", errors="replace")

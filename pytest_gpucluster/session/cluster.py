@@ -346,7 +346,10 @@ class Cluster:
         dist.distributed_c10d._world.group_count = 0
         self.take_device()
         if self.has_gpus:
-            self._open_log()
+            try:
+                self.nccl_log.open()
+            except OSError as error:  # a group works without it; what expects a transport says why it is unknown
+                self.nccl_log = NcclLog(None, f"its folder cannot be made: {error}")
         self._sockets = self._sockets_of_world = SocketReleaser()
         self._releaser = self._sockets
         self._guard(self._sockets)
@@ -428,12 +431,6 @@ class Cluster:
                 "other algorithms. Use cluster.group, or cluster.subgroups(size), once before deterministic algorithms "
                 "are switched on"
             )
-
-    def _open_log(self) -> None:
-        try:
-            self.nccl_log.open()
-        except OSError as error:  # a group works without it, and what expects a transport will say why it is unknown
-            self.nccl_log = NcclLog(None, f"its folder cannot be made: {error}")
 
 
 def _ranks_of(group: ProcessGroup) -> tuple[int, ...]:

@@ -5,14 +5,15 @@ Names that another plugin or a project may have too begin with ``gpucluster_``; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
 from pytest_gpucluster.journal.run_directory import artifacts_name
+from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.session.phases import IN_CALL, MEASUREMENTS
 
 if TYPE_CHECKING:
@@ -46,8 +47,13 @@ class Gpu:
     peaks: Peaks | None
 
 
-class Measure(Protocol):
+class Measure:
     """The type of the ``measure`` fixture."""
+
+    def __init__(self, item: pytest.Item, cluster: Cluster) -> None:
+        self._item, self._cluster = item, cluster
+        self._recorded: list[measurement.Measurement] = []
+        item.stash[MEASUREMENTS] = self._recorded
 
     def __call__(
         self,
@@ -59,13 +65,29 @@ class Measure(Protocol):
         telemetry: Mapping[str, Any] | None = None,
         record_only: bool = False,
         **labels: object,
-    ) -> None: ...
+    ) -> None:
+        """Record a value, as the fixture's description says."""
+        if not self._item.stash.get(IN_CALL, False):
+            pytest.fail(
+                f"{metric} was measured outside the call phase of {self._item.nodeid}, where nothing judges it: call "
+                "measure() in the body of the test, not in a fixture and not after a fixture's yield",
+                pytrace=False,
+            )
+        self._recorded.append(
+            measurement.measurement(
+                metric,
+                value,
+                unit=unit,
+                samples=samples,
+                labels={**{key: str(label) for key, label in labels.items()}, **self._cluster.labels},
+                telemetry=telemetry,
+                record_only=record_only,
+            )
+        )
 
 
-class Telemetry(Protocol):
-    """The type of the ``telemetry`` fixture."""
-
-    def __call__(self) -> Window: ...
+Telemetry: TypeAlias = "Callable[[], Window]"
+"""The type of the ``telemetry`` fixture."""
 
 
 def _run(request: pytest.FixtureRequest) -> Run:
@@ -114,41 +136,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
     for this SKU and topology. A metric without a limit is an error, unless it is declared as recorded or
     ``record_only=True``. Further keywords are labels: they distinguish the values of a sweep and choose among limits.
     """
-    from pytest_gpucluster.metrics import measurement
-
-    cluster = _run(request).cluster
-    recorded: list[measurement.Measurement] = []
-    request.node.stash[MEASUREMENTS] = recorded
-
-    def record(
-        metric: str,
-        value: float | Series,
-        *,
-        unit: str,
-        samples: Sequence[float] = (),
-        telemetry: Mapping[str, Any] | None = None,
-        record_only: bool = False,
-        **labels: object,
-    ) -> None:
-        if not request.node.stash.get(IN_CALL, False):
-            pytest.fail(
-                f"{metric} was measured outside the call phase of {request.node.nodeid}, where nothing judges it: call "
-                "measure() in the body of the test, not in a fixture and not after a fixture's yield",
-                pytrace=False,
-            )
-        recorded.append(
-            measurement.measurement(
-                metric,
-                value,
-                unit=unit,
-                samples=samples,
-                labels={**{key: str(label) for key, label in labels.items()}, **cluster.labels},
-                telemetry=telemetry,
-                record_only=record_only,
-            )
-        )
-
-    return record
+    return Measure(request.node, _run(request).cluster)
 
 
 @pytest.fixture(scope="session")

@@ -245,11 +245,6 @@ def fork_spares(count: int, become: Callable[..., NoReturn]) -> None:
         _spares.append((pid, ours))
 
 
-def has_spare() -> bool:
-    """Whether a fork still waits."""
-    return bool(_spares)
-
-
 def start_spare(command: Sequence[str], env: Mapping[str, str], *descriptors: int) -> Any:
     """Give a waiting fork its command, environment and descriptors; return it as a ``subprocess.Popen``."""
     pid, spare = _spares.pop(0)

@@ -32,7 +32,7 @@ from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, IsolationResult, O
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.metrics.units import parse
-from pytest_gpucluster.text import first_line
+from pytest_gpucluster.text import first_line, plural
 
 if TYPE_CHECKING:
     from pytest_gpucluster.isolation.finding import Culprit
@@ -65,7 +65,7 @@ class Plan:
         """Unit -> its ranks."""
         for rank in sorted(node_of):
             self.ranks.setdefault(node_of[rank] if self.by_nodes else rank, []).append(rank)
-        self._planner = Planner(
+        self.planner = Planner(
             sorted(self.ranks),
             floor=self._floor,
             min_ratio=run.workload.isolation.min_ratio,
@@ -81,12 +81,12 @@ class Plan:
         """Take what the ranks saw in the last round, and say which groups of ranks are next; none: it is over."""
         self.cut_short = self._why_not_taken(bodies)
         if not self.cut_short and self._round:
-            self._planner.take([self._outcome(members, bodies) for members in self._round])
-        self._round = () if self.cut_short else self._planner.next_round() or ()
+            self.planner.take([self._outcome(members, bodies) for members in self._round])
+        self._round = () if self.cut_short else self.planner.next_round() or ()
         now = time.monotonic()
         if self._round and now >= self._until:
             self._round, self.cut_short = (), "the time for it is up (isolation.budget)"
-        elif self._planner.repeats and now >= self._repeat_until:
+        elif self.planner.repeats and now >= self._repeat_until:
             self._round = ()  # the rest is for a later search
         return {"groups": [self._ranks_of(members) for members in self._round]}
 
@@ -112,10 +112,6 @@ class Plan:
         hosts = self.hosts
         twice = len(set(hosts.values())) < len(hosts)
         return {unit: f"{host} (node {unit})" if twice else host for unit, host in hosts.items()}
-
-    def isolated(self) -> IsolationResult:
-        """Return what is known by now."""
-        return self._planner.finding()
 
     def _ranks_of(self, members: Sequence[int]) -> list[int]:
         return sorted(rank for unit in members for rank in self.ranks[unit])
@@ -164,7 +160,7 @@ def headline(found: IsolationResult, name: Callable[[int], str], *, cut_short: s
     if found.culprits:
         return "isolated: " + ", ".join(_named(culprit, name) for culprit in found.culprits)
     if found.rounds and not found.reproduced:
-        text = f"not isolated, not reproduced in {found.probes} probe{'s' * (found.probes != 1)}"
+        text = f"not isolated, not reproduced in {plural(found.probes, 'probe')}"
         return f"{text}: {cut_short}" if cut_short else text
     return f"not isolated: {cut_short or found.why_undecided}"
 
@@ -264,7 +260,7 @@ class Isolator:
                     plan.cut_short = first_line(run.abort_reason.message)
                 elif interrupted:
                     plan.cut_short = interrupted
-                found = plan.isolated()
+                found = plan.planner.finding()
                 search = self._last = self._unreported = _Search(
                     plan=plan, found=found, nodeid=item.nodeid, seconds=seconds, excluded=self._exclude(plan, found)
                 )

@@ -93,15 +93,12 @@ class Narrator:
             self._write(before(group))
         done = yield
         if item is group[-1]:
-            self._write(self._after(group))
+            rows = []
+            for each in group:
+                with suppress(JournalError, KeyError):  # not recorded: the closing summary reports it
+                    rows.append(row_of(self._run.records[each.nodeid].result()))
+            self._write(after(rows, self._run.journal_copy.journal()))
         return done
-
-    def _after(self, group: Sequence[pytest.Item]) -> list[str]:
-        rows = []
-        for item in group:
-            with suppress(JournalError, KeyError):  # not recorded: the closing summary reports it
-                rows.append(row_of(self._run.records[item.nodeid].result()))
-        return after(rows, self._run.journal_copy.journal())
 
     def _write(self, sentences: Sequence[str]) -> None:
         lines = [

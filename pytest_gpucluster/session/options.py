@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +89,6 @@ def one_of(*allowed: str) -> Callable[[str], str]:
         return text
 
     return parse
-
-
-def names_value(text: str) -> tuple[str, ...]:
-    """Read names separated by commas."""
-    return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
 def journal_value(text: str, base: Path) -> Path:
@@ -241,7 +237,7 @@ OPTIONS = (
     _Option(
         name="require",
         metavar="CRITERIA",
-        parse=names_value,
+        parse=lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
         default="",
         help="criteria that must have run, by name, separated by commas, on top of those that the topology requires",
     ),
@@ -328,14 +324,6 @@ class Settings:
             for name, setting in self.settings.items()
         }
 
-    def chosen(self) -> list[str]:
-        """Return each setting that is no default, as ``name=value (origin)``."""
-        return [
-            f"{name}={_as_text(setting.value)} ({setting.origin})"
-            for name, setting in self.settings.items()
-            if setting.origin != "default"
-        ]
-
 
 def register(parser: pytest.Parser) -> None:
     """Add the options and ini settings to pytest's parser."""
@@ -398,10 +386,10 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
                 values.append(option.read(raw, origin=f"{origin}: {shown(raw)}", base=_base(config, origin)))
             except OptionError as error:
                 complaints.append(f"{shown(raw)}: {error}")
-        value: Any = next(iter(values), None)
-        if option.repeatable:
-            value = tuple(values)
-            complaints += _repeated(values, shown)
+        value: Any = tuple(values) if option.repeatable else next(iter(values), None)
+        # Which of several values of a key counts must not depend on their order.
+        for key, count in Counter(each.key for each in values if option.repeatable).items():
+            complaints += [f"{shown(f'{key}=...')}: {key} is given {count} times"] if count > 1 else []
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
     complaints += _without_effect(found)
     if found["sku"].value == "cpu-rehearsal" and found["device"].value != "cpu":
@@ -418,10 +406,9 @@ def defaults() -> Settings:
     """Return the settings of a run whose options have not been read, or are wrong."""
     found: dict[str, Setting] = {}
     for option in OPTIONS:
-        text = option.default
         value: Any = () if option.repeatable else None
-        if text is not None:
-            value = option.read(text, origin="default", base=Path())
+        if option.default is not None:
+            value = option.read(option.default, origin="default", base=Path())
         found[option.name.replace("-", "_")] = Setting(value=value, origin="default")
     return Settings(settings=found)
 
@@ -467,16 +454,6 @@ def _as_text(value: Any) -> str:
         return str(value)
     names = all(isinstance(part, str) for part in value)
     return (", " if names else "; ").join(map(str, value))
-
-
-def _repeated(values: Sequence[Any], shown: Callable[[str], str]) -> list[str]:
-    """Complain about keys that come twice: which of the values counts must not depend on their order."""
-    keys = [value.key for value in values]
-    return [
-        f"{shown(f'{key}=...')}: {key} is given {keys.count(key)} times"
-        for key in dict.fromkeys(keys)
-        if keys.count(key) > 1
-    ]
 
 
 def _ini(config: pytest.Config, option: _Option) -> list[str]:

@@ -202,7 +202,7 @@ class Phases:
     def started(self, item: pytest.Item) -> None:
         """Record that a test begins."""
         record = self._run.records[item.nodeid] = TestRecord(test=name_of(item))
-        self.reports.begin()
+        self.reports.failed_subtests = []
         LEDGER.clear()
         self._require_room(item)
         line = {"type": "start", "nodeid": item.nodeid, "at": record.started_at}
@@ -272,19 +272,15 @@ class Phases:
 
         All ranks have left the test's body by now. Groups that were aborted by then are left to the verdict.
         """
+        run, is_stopped = self._run, False
         try:
             yield
         except (KeyboardInterrupt, pytest.exit.Exception):
+            is_stopped = True
             raise
-        except BaseException:  # pytest's outcomes are no Exceptions
-            self._close_subgroups(number)
-            raise
-        self._close_subgroups(number)
-
-    def _close_subgroups(self, number: int) -> None:
-        run = self._run
-        if run.watch.abort_reason is None and run.watch.released(number) is None:
-            run.cluster.close_subgroups()
+        finally:
+            if not is_stopped and run.watch.abort_reason is None and run.watch.released(number) is None:
+                run.cluster.close_subgroups()
 
     def _monitored(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Run the body watched, and with its counters taken; fail it for what they have counted.

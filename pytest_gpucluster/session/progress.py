@@ -54,11 +54,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        write_line: Callable[[str], None],
-        what: str,
-        *,
-        now: Callable[[], float] = time.monotonic,
+        self, write_line: Callable[[str], None], what: str, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._write_line, self._what, self._now = write_line, printable(what), now
         self._of = 0
@@ -76,15 +72,9 @@ class Progress:
             return
         self._shown_at = now
         numbers = {name: float(figure() if callable(figure) else figure) for name, figure in figures.items()}
-        self._write_line(f"{self._what}: {describe(step, of, numbers, self._left_seconds(step, now))}")
-
-    def _left_seconds(self, step: int, now: float) -> float | None:
         taken = step - self._first_step
-        return (now - self._began) / taken * (self._of - step) if taken > 0 and self._of > step else None
-
-
-def silent(step: int, of: int, **figures: Figure) -> None:
-    """Show nothing."""
+        left_seconds = (now - self._began) / taken * (of - step) if taken > 0 and of > step else None
+        self._write_line(f"{self._what}: {describe(step, of, numbers, left_seconds)}")
 
 
 def progress_of(config: pytest.Config, what: str, *, rank: int) -> ReportProgress:
@@ -92,7 +82,7 @@ def progress_of(config: pytest.Config, what: str, *, rank: int) -> ReportProgres
     worker."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if rank != 0 or reporter is None or reporter.verbosity < 0:
-        return silent
+        return lambda step, of, **figures: None
     capture = config.pluginmanager.get_plugin("capturemanager")
 
     def write_line(text: str) -> None:

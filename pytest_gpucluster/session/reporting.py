@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,7 +31,17 @@ from pytest_gpucluster.reports.registry import existing_files
 from pytest_gpucluster.reports.summary import Outline, Row, outline, row_of
 from pytest_gpucluster.reports.tables import headline_text, rank_name
 from pytest_gpucluster.reports.terminal import measurement_table, report_lines, summary, verdict_lines
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, clip, columns, first_line, one_line, padded, paragraph
+from pytest_gpucluster.text import (
+    MESSAGE_CHARACTERS,
+    clean,
+    clip,
+    columns,
+    first_line,
+    one_line,
+    padded,
+    paragraph,
+    plural,
+)
 
 if TYPE_CHECKING:
     from pytest_gpucluster.session.run import Run
@@ -66,32 +76,27 @@ class MergedRepr:
 
     def toterminal(self, tw: Any) -> None:
         """Write to pytest's terminal writer."""
-        self._write(tw)
-        if self._later:
-            tw.line()
-            tw.line(self._later)
-
-    def _write(self, tw: Any) -> None:
         if self._own is not None:
             self._own.toterminal(tw)  # type: ignore[union-attr]  # checked in __init__
             tw.line(self.reprcrash.message, red=True)
-            return
-        for line in self._text.splitlines():
-            tw.line(line, red=line.startswith("E  "))
-        if self._table:
-            tw.line()
-            tw.line(self._table)
+        else:
+            for line in self._text.splitlines():
+                tw.line(line, red=line.startswith("E  "))
+        for text in ("" if self._own is not None else self._table, self._later):
+            if text:
+                tw.line(f"\n{text}")
 
     def __str__(self) -> str:
         return self._text
 
 
+@dataclass
 class _Crash:
     """What pytest's short summary reads of a failure."""
 
-    def __init__(self, message: str) -> None:
-        self.message = message
-        self.path, self.lineno = "", 0
+    message: str
+    path: str = ""
+    lineno: int = 0
 
     def __str__(self) -> str:  # what --tb=line prints
         return self.message
@@ -174,9 +179,8 @@ class FailedSubtests(Failed):
     """Subtests have failed: raised at the end of the body, so that every rank learns of it."""
 
     def __init__(self, reports: Sequence[pytest.TestReport]) -> None:
-        count = f"{len(reports)} subtest{'s' * (len(reports) > 1)} failed"
         texts = [f"{_subtest(report)}\n{report.longreprtext}" for report in reports]
-        summary = f"{count}: {_subtest(reports[0])}: {line_of(reports[0])}"
+        summary = f"{plural(len(reports), 'subtest')} failed: {_subtest(reports[0])}: {line_of(reports[0])}"
         super().__init__("\n\n".join([summary, *texts]), pytrace=False)
 
 
@@ -186,20 +190,12 @@ class TestReports:
     def __init__(self, run: Run, report_isolation: Callable[[TestRecord, MergedRepr | None], None]) -> None:
         self._run = run
         self._report_isolation = report_isolation
-        self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
+        self.merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
+        """Report -> the outcome of all ranks."""
         self.failed_subtests: list[pytest.TestReport] = []
         """Of the test in progress."""
         self.failure: MergedRepr | None = None
         """What the terminal shows of the last failure. Rank 0 only."""
-
-    def begin(self) -> None:
-        """A new test begins."""
-        self.failed_subtests = []
-
-    def remember(self, report: pytest.TestReport, merged: Merged | None) -> None:
-        """Attach the merged outcome to the report just made."""
-        if merged is not None:
-            self._merged[report] = merged
 
     def take_subtest(self, report: pytest.TestReport) -> bool:
         """Keep the report of a failed subtest for the end of its test. Return whether it is of a subtest."""
@@ -217,18 +213,16 @@ class TestReports:
             return
         if self._run.rank != 0 or not self._run.has_joined:
             return
-        merged = self._merged.get(report)
+        merged, record = self.merged.get(report), self._run.records.get(report.nodeid)
         if merged is not None and report.failed and merged.outcome in ("failed", "error"):
-            self.failure = MergedRepr(merged, report, self._run.records.get(report.nodeid))
+            self.failure = MergedRepr(merged, report, record)
             report.longrepr = self.failure  # type: ignore[assignment]  # pytest asks for toterminal only
-        record = self._run.records.get(report.nodeid)
         if record is None:
             return
+        self._take(record, report, merged)
         if str(report.outcome) == "rerun":  # pytest-rerunfailures
-            self._take(record, report, merged)
             record.start_attempt(line_of(report))
             return
-        self._take(record, report, merged)
         shown: object = report.longrepr
         if report.when == "call" and self.failure is not None and shown is self.failure:
             self._name_culprit(self.failure, record)
@@ -270,13 +264,12 @@ class TestReports:
 
     def is_error(self, report: pytest.TestReport) -> bool:
         """Return whether a failed call is an error of the run rather than a verdict about hardware."""
-        if not report.failed:
+        if not report.failed:  # also of a subtest, which has no hash
             return False
-        merged = self._merged.get(report)
-        record = self._run.records.get(report.nodeid)
+        merged, record = self.merged.get(report), self._run.records.get(report.nodeid)
         if record is not None and record.isolation is not None and record.outcome == "failed":
             return False  # it began as an error; by now the faulty hardware is known
-        return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
+        return merged is not None and merged.outcome == "error" and report.when == "call"
 
 
 def _subtest(report: pytest.TestReport) -> str:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from pytest_gpucluster.analysis.run_view import Conditions
     from pytest_gpucluster.config.workload import Workload, WorkloadRecord
     from pytest_gpucluster.judge.limits import Limit, Thresholds
-    from pytest_gpucluster.metrics.datasheets import Sku
 
 RECORDED = ("CUDA_", "GPUCLUSTER_", "NCCL_", "NVSHMEM_", "OMP_", "PYTORCH_", "TORCH_", "UCX_")
 """Beginnings of the names of variables that change what is measured."""
@@ -319,11 +318,6 @@ class Run:
         found = self._shipped.limit(metric, sku=sku, world_size=world, nnodes=self.facts.nnodes, labels=labels)
         return None if found is None or found.record_only else found
 
-    def take_worker(self, rank: int, who: Mapping[str, Any]) -> None:
-        """Note what a local worker reports of itself."""
-        self.roll = replace(self.roll, who={**self.roll.who, rank: who})
-        self.names[rank] = name_of_rank(who)
-
     # ---- during the run --------------------------------------------------------------------------------------
 
     def inventory(self) -> list[Mapping[str, Any]]:
@@ -371,14 +365,10 @@ class Run:
             nodes=self.facts.nnodes,
             ranks_per_node=self.facts.world_size // self.facts.nnodes,
             on_cpu=self.rehearsal,
-            data_sheet=self._data_sheet,
+            data_sheet=lambda: None if self.rehearsal else self.limits.skus.get(self.sku(self.gpu_name()) or ""),
             data=frozenset(data.key for data in self.settings.data),
             scheduler=self.facts.scheduler.name,
         )
-
-    def _data_sheet(self) -> Sku | None:
-        name = None if self.rehearsal else self.sku(self.gpu_name())
-        return None if name is None else self.limits.skus.get(name)
 
     def declared_room(self) -> Room:
         """Return what was ordered to run tests on: as expected, else as allocated, else as launched."""

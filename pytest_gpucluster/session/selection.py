@@ -165,10 +165,11 @@ class TrainingInputs:
 
     def problems(self) -> list[str]:
         """Look up what was given on this host. Return what is wrong, a line each; empty if nothing is."""
-        found = []
-        for key, source in self.data.items():
-            if source.path is not None:
-                found.append(_problem(f"--gpucluster-data {key}={source.name}", source.path, key == "images"))
+        found = [
+            _problem(f"--gpucluster-data {key}={source.name}", source.path, key == "images")
+            for key, source in self.data.items()
+            if source.path is not None
+        ]
         if self.model is not None and self.model.path is not None:
             option, path = f"--gpucluster-model {self.model.name}", self.model.path
             wrong = _problem(option, path, True)
@@ -202,7 +203,11 @@ def read_data(text: str, base: Path = Path()) -> Data:
         raise OptionError(f"unknown data {key!r}; allowed: {_DATA_FORMS}")
     if not written:
         raise OptionError(f"no path; allowed: {_DATA_FORMS}")
-    written, sha256 = _without_sha256(written)
+    sha256 = None
+    if found := _SHA256.fullmatch(written):
+        written, sha256 = found["path"], found["digest"]
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+            raise OptionError(f"{sha256!r} is no sha256: write its 64 digits in lower case, as sha256sum does")
     path = base / os.path.expanduser(written)
     if sha256 is not None and key == "images":
         raise OptionError(f"@sha256 is for a file, and images are a folder; allowed: {_DATA_FORMS}")
@@ -230,15 +235,6 @@ def read_model(text: str, base: Path = Path()) -> Source:
 
 def _is_path(written: str, path: Path) -> bool:
     return os.path.exists(path) or written.startswith((".", "/", "~"))
-
-
-def _without_sha256(written: str) -> tuple[str, str | None]:
-    found = _SHA256.fullmatch(written)
-    if found is None:
-        return written, None
-    if not re.fullmatch(r"[0-9a-f]{64}", found["digest"]):
-        raise OptionError(f"{found['digest']!r} is no sha256: write its 64 digits in lower case, as sha256sum does")
-    return found["path"], found["digest"]
 
 
 def _problem(option: str, path: Path, is_folder: bool) -> str:
@@ -299,14 +295,9 @@ def is_selection(config: pytest.Config) -> bool:
     suite = suite_of(config.args, config.invocation_params.dir)
     if not whole or (suite is not None and not any(suite.is_relative_to(path) for path in whole)):
         whole = [suite or config.rootpath]
-    return bool(config.args) and not _covers(config.args, whole, config.invocation_params.dir)
-
-
-def _covers(arguments: Sequence[str], whole: Sequence[Path], directory: Path) -> bool:
-    asked = [place_of(argument, directory) for argument in arguments]
-    if any("::" in argument for argument in arguments):
-        return False
-    return all(any(path == part or path in part.parents for path in asked) for part in whole)
+    asked = [place_of(argument, config.invocation_params.dir) for argument in config.args]
+    covered = all(any(part.is_relative_to(path) for path in asked) for part in whole)
+    return bool(asked) and (not covered or any("::" in argument for argument in config.args))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -305,7 +305,8 @@ class Session:
         return report
 
     def _made(self, report: pytest.TestReport, item: pytest.Item) -> None:
-        self._phases.reports.remember(report, self._phases.last_merged)
+        if self._phases.last_merged is not None:
+            self._phases.reports.merged[report] = self._phases.last_merged
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:

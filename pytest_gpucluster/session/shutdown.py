@@ -31,7 +31,7 @@ from pytest_gpucluster.journal.verdict import ExitNote, write_note
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.reports.recorder.client import reports_seconds, wait_for_end
 from pytest_gpucluster.session.run import Run
-from pytest_gpucluster.text import first_line, one_line, visible
+from pytest_gpucluster.text import first_line, one_line, plural, visible
 
 HOOK = "pytest_gpucluster_verdict"
 _SHOWN_CHARACTERS = 1000
@@ -105,8 +105,7 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
 
 
 def _topology(run: Run) -> str:
-    shape = f"{run.facts.nnodes} node{'s' * (run.facts.nnodes != 1)}, {run.facts.world_size} rank"
-    shape += "s" * (run.facts.world_size != 1)
+    shape = f"{plural(run.facts.nnodes, 'node')}, {plural(run.facts.world_size, 'rank')}"
     if run.settings.expect is not None:
         return f"{shape}, as expected ({run.settings.expect})"
     if run.facts.scheduler.nnodes is not None:
@@ -123,11 +122,11 @@ def _remarks(run: Run) -> list[str]:
             f"attempt {int(requeued) + 1} of Slurm job {run.environ.get('SLURM_JOB_ID')}, which was requeued"
         )
     if run.settings.sku is not None:
-        remarks = [*remarks, f"judged as {run.settings.sku} (--gpucluster-sku)"]
+        remarks.append(f"judged as {run.settings.sku} (--gpucluster-sku)")
     if run.settings.thresholds is not None:
-        remarks = [*remarks, f"limits overlaid by {run.settings.thresholds}"]
+        remarks.append(f"limits overlaid by {run.settings.thresholds}")
     if run.baseline is not None:
-        remarks = [*remarks, run.baseline.remark(record.measurements for record in run.records.values())]
+        remarks.append(run.baseline.remark(record.measurements for record in run.records.values()))
     return remarks
 
 
@@ -167,12 +166,10 @@ def finish(run: Run, pytest_exit: int, *, why: str | None = None) -> int:
         name = {2: "interrupted", 3: "internal error"}[pytest_exit]
         message = first_line(why or f"{name} on {run.names[run.rank]}")
         watch.end(AbortReason(name=name, message=message, exit=pytest_exit))
-    agreed: Mapping[str, Any] = {}
-    if watch.abort_reason is None:
-        agreed = _agree_on_finish(run, pytest_exit)
-    if run.verdict is None:
-        agreed_on = verdict.Verdict(**agreed) if agreed else None
-        run.verdict = agreed_on or decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
+    agreed = _agree_on_finish(run, pytest_exit) if watch.abort_reason is None else {}
+    if run.verdict is None and agreed:
+        run.verdict = verdict.Verdict(**agreed)
+    run.verdict = run.verdict or decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
     write_end(run)
     return run.verdict.exit
 

@@ -87,7 +87,8 @@ class Start:
         self.report = report
         self._file = file
         self._note = note
-        self._is_over = False
+        self.is_over = False
+        """The run itself watches from now on: SIGTERM is what it was before."""
         self._update()
         signal.signal(signal.SIGTERM, self._terminated)
 
@@ -97,7 +98,7 @@ class Start:
 
     def failed(self, error: BaseException) -> None:
         """Note why this rank fails. Rank 0 reports it; where that has ended, the first rank of its node that lives."""
-        if self._is_over or self._note.error or self._note.secondary:
+        if self.is_over or self._note.error or self._note.secondary:
             return
         kind = type(error).__name__
         message = first_line(str(error)) or kind
@@ -139,10 +140,6 @@ class Start:
             self._report_failures()
         return True
 
-    def over(self) -> None:
-        """The run itself watches from now on: SIGTERM is what it was before."""
-        self._is_over = True
-
     def _wait_for_rank_0(self) -> None:
         """Let rank 0 come as far as to handle SIGTERM, if it is on this node: else there would be no report."""
         until = time.monotonic() + _RANK_0_SECONDS
@@ -167,7 +164,7 @@ class Start:
         self.report(message, text or message)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._note.pid and not self._is_over:
+        if os.getpid() == self._note.pid and not self.is_over:
             self._update(secondary=True)
             self._report()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -180,7 +177,7 @@ class Start:
             part.write_text(json.dumps(asdict(self._note)), encoding="ascii")
             part.replace(self._file)
         except OSError:
-            self._is_over = True  # a full disk: this rank goes on without a note, as where there is no torchrun
+            self.is_over = True  # a full disk: this rank goes on without a note, as where there is no torchrun
 
 
 @contextlib.contextmanager

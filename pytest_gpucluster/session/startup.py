@@ -66,7 +66,9 @@ class Startup:
             self._start.enter(JOINING)
             if self._run.rank == 0:
                 self._start.report = self._report_lost
-        self._run.while_open.enter_context(detached_process.mark_processes(os.environ, str(self._run.fault_file.path)))
+        marked = pytest.MonkeyPatch()
+        marked.setenv(detached_process.VARIABLE, str(self._run.fault_file.path))
+        self._run.while_open.callback(marked.undo)
         problem = self._prepare()
         if self._run.facts.world_size == 1 and problem is not None:
             self._refuse(problem)
@@ -94,8 +96,8 @@ class Startup:
 
     def _prepare(self) -> AbortReason | None:
         """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can report it."""
-        run = self._run
-        problem = None
+        run, problem = self._run, None
+        is_writer = run.rank == 0 and run.place is None
         try:
             for found in run.config.hook.pytest_gpucluster_metrics():
                 for metric in found:
@@ -110,7 +112,7 @@ class Startup:
                 run.facts = replace(run.facts, hostname=host)
         except GpuClusterError as error:
             problem = _refusal(error)
-        if run.rank == 0 and run.place is None:
+        if is_writer:
             for step in (self._require_junit, self._start_recorder):
                 try:
                     step()
@@ -118,25 +120,18 @@ class Startup:
                     problem = problem or _refusal(error)
                 except OSError as error:  # no further process can be started
                     problem = problem or _refusal(EnvironmentBroken(f"the recorder cannot be started: {error}"))
-        if not run.has_settings:
-            return problem
         try:
-            if run.rank == 0 and run.place is None:
+            if is_writer and run.has_settings:
                 _ = run.limits  # read now: a malformed file ends the run before its first test
-                self._read_baseline()
+                if run.settings.baseline is not None:
+                    from pytest_gpucluster.analysis.baseline import Baseline
+
+                    allowed = run.settings.baseline_fail
+                    run.baseline = Baseline.read(run.settings.baseline, allowed=allowed, kind=run.kind)
+                    run.send(run.baseline.line())
         except GpuClusterError as error:
             problem = problem or _refusal(error)
         return problem
-
-    def _read_baseline(self) -> None:
-        settings = self._run.settings
-        if settings.baseline is None:
-            return
-        from pytest_gpucluster.analysis.baseline import Baseline
-
-        baseline = Baseline.read(settings.baseline, allowed=settings.baseline_fail, kind=self._run.kind)
-        self._run.baseline = baseline
-        self._run.send(baseline.line())
 
     def _require_junit(self) -> None:
         path = self._run.junit_path
@@ -159,11 +154,9 @@ class Startup:
         self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
         self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
         self._run.send(self._first_line())
-        begun = BeginNote(
-            launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
-        )
-        wrong = write_note(self._run.environ, begun)
-        if wrong is not None:
+        directory = str(self._run.directory.resolve())
+        begun = BeginNote(launcher=self._run.launcher, directory=directory, recorder=self._run.recorder.pid)
+        if (wrong := write_note(self._run.environ, begun)) is not None:
             print(wrong, file=sys.stderr)
 
     def _first_line(self) -> dict[str, Any]:
@@ -195,7 +188,8 @@ class Startup:
             start_store(facts)
         stores = connect(facts, timeout_seconds=run.timeouts.join)
         me = self._describe_me(problem)
-        me |= self._start_sampler(me)
+        if me.get("gpu") and me["local_rank"] == 0 and run.place is None:  # a worker's was started by its controller
+            me["sampler"] = run.monitor.start()
         recorder_pid = run.recorder.pid if run.recorder else None
         run.roll = join(
             stores.main,
@@ -217,7 +211,7 @@ class Startup:
             run.names = {0: name_of_rank({**me, "rank": run.place.index})}
         self._connect(stores, cuda_index=me.get("cuda_index") or 0)
         if self._start is not None:
-            self._start.over()
+            self._start.is_over = True
 
     def _connect(self, stores: Stores, *, cuda_index: int) -> None:
         run, facts = self._run, self._run.facts
@@ -255,6 +249,7 @@ class Startup:
     def _describe_me(self, problem: AbortReason | None) -> dict[str, Any]:
         from pytest_gpucluster.node.inventory import identify
 
+        inputs = TrainingInputs.of(self._run.settings)
         plain = {
             "rank": self._run.facts.rank,
             "host": self._run.facts.hostname,
@@ -263,7 +258,7 @@ class Startup:
             "pid": os.getpid(),
             "start_time": liveness.start_time(os.getpid()),
             "fault_file": str(self._run.fault_file.path),
-            "inputs": self._inputs(),
+            "inputs": {"values": inputs.values(), "problems": inputs.problems()},
             # It chooses GPUs: the others are left out on purpose.
             "chosen": bool(self._run.environ.get("CUDA_VISIBLE_DEVICES")),
         }
@@ -273,12 +268,6 @@ class Startup:
             except GpuClusterError as error:
                 problem = _refusal(error)
         return {**plain, "problem": problem.text, "exit": problem.exit}
-
-    def _start_sampler(self, me: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the node's sampler, if this is its first rank; return what the others must know of it."""
-        if not me.get("gpu") or me["local_rank"] != 0 or self._run.place is not None:
-            return {}  # a local worker's was started by its controller
-        return {"sampler": self._run.monitor.start()}
 
     def _take_place(self, me: Mapping[str, Any]) -> None:
         run = self._run
@@ -298,10 +287,6 @@ class Startup:
             )
         )
 
-    def _inputs(self) -> dict[str, Any]:
-        inputs = TrainingInputs.of(self._run.settings)
-        return {"values": inputs.values(), "problems": inputs.problems()}
-
     def _on_its_gpu(self) -> RankFacts:
         """Return the facts by which the GPU is chosen: a local worker takes the one of its own number."""
         if self._run.place is None:
@@ -312,7 +297,7 @@ class Startup:
         """Start the record of a run whose ranks are local workers."""
         self._run.facts = replace(self._run.facts, world_size=workers, local_world_size=workers)
         problem = self._prepare()
-        if problem is None and (missing := self._inputs()["problems"]):
+        if problem is None and (missing := TrainingInputs.of(self._run.settings).problems()):
             problem = _refusal(OptionError("\n".join(missing)))
         if problem is None and not self._run.rehearsal:
             problem = self._too_few_gpus(workers)

@@ -32,7 +32,7 @@ from pytest_gpucluster.session import rejected_run, shutdown
 from pytest_gpucluster.session.judging import judge_merged
 from pytest_gpucluster.session.phases import Phases
 from pytest_gpucluster.session.reporting import BROKE, Console, MergedRepr, Status, line_of, skip_reason
-from pytest_gpucluster.session.run import RUN, Run, WorkerPlace
+from pytest_gpucluster.session.run import RUN, Run, WorkerPlace, name_of_rank
 from pytest_gpucluster.session.selection import criterion_of, is_selection, only_lists, root_of
 from pytest_gpucluster.session.session import Session, last_error, take_junit
 from pytest_gpucluster.session.shutdown import call_verdict_hooks
@@ -143,7 +143,6 @@ class Controller:
         self._tests: dict[str, _Parts] = {}
         self._collections: dict[int, Sequence[str]] = {}
         self._lost: dict[int, str] = {}
-        self._who: dict[int, Mapping[str, Any]] = {}
         self._hidden: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
         self._errors: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
         self._cannot_collect: str | None = None
@@ -153,7 +152,6 @@ class Controller:
         """How the workers reach the sampler of this node; nothing on cpu."""
         self._workload_rank = 0
         """The worker that sent its workload first."""
-        take_junit(config, run)
         run.names = {rank: f"rank {rank} (gw{rank})" for rank in range(workers)}
 
     @pytest.hookimpl(tryfirst=True)
@@ -271,11 +269,12 @@ class Controller:
         if record.test.criterion is None and body["criterion"] is not None:
             record.test = CollectedTest.of(report.nodeid, report.location, body["criterion"])
         record.applicable = record.applicable and body["applicable"]
-        if rank not in self._who:
-            self._who[rank] = {**body["who"], "rank": rank, "local_rank": rank}
-            self._run.take_worker(rank, self._who[rank])
-            if len(self._who) == self._workers:  # before the first test is judged, which names who was at fault
-                self._run.send_cluster(self._who)
+        if rank not in self._run.roll.who:
+            who = {**body["who"], "rank": rank, "local_rank": rank}
+            self._run.roll = replace(self._run.roll, who={**self._run.roll.who, rank: who})
+            self._run.names[rank] = name_of_rank(who)
+            if len(self._run.roll.who) == self._workers:  # before a test is judged, which names who is at fault
+                self._run.send_cluster(self._run.roll.who)
                 self._console.say(self._console.cluster())
         if body.get("workload") is not None:
             self._take_workload(rank, read(WorkloadRecord, body["workload"], f"worker {rank}"))
@@ -393,7 +392,10 @@ class Controller:
             if parts.merged:
                 continue
             if stopped and not any(outcome.outcome in _BAD for outcome in parts.outcomes.values()):
-                self._leave_out(parts)
+                message = "not run to its end on every worker: the run was stopped"
+                parts.record.add("call", outcome="skipped", message=message, text=message, seconds=0.0, merged=None)
+                self._run.records[parts.record.test.nodeid] = parts.record
+                self._run.send(parts.record.line())
                 continue
             for rank in range(self._workers):
                 if rank not in parts.ended:
@@ -403,14 +405,6 @@ class Controller:
         why = self._cannot_collect if alike and not self._tests else None
         refused = self._cannot_run if not self._tests else None
         session.exitstatus = shutdown.finish_for_workers(self._run, int(session.exitstatus), why=why, refused=refused)
-
-    def _leave_out(self, parts: _Parts) -> None:
-        """Record that a test did not come to its end on every worker, because the run was stopped."""
-        parts.merged = True
-        message = "not run to its end on every worker: the run was stopped"
-        parts.record.add("call", outcome="skipped", message=message, text=message, seconds=0.0, merged=None)
-        self._run.records[parts.record.test.nodeid] = parts.record
-        self._run.send(parts.record.line())
 
     def _last_words(self, session: pytest.Session) -> None:
         if self._run.verdict is not None:
@@ -453,7 +447,7 @@ def make_session(config: pytest.Config) -> Session | Controller:
     session: Session | Controller
     try:
         if worker is not None:
-            index, count = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
+            index, count = _index(worker["workerid"]), int(worker["workercount"])
             place = WorkerPlace(index=index, count=count, directory=str(worker.get(DIRECTORY, "")))
             run = Run(config, place=place)
             run.monitor.use_sampler(worker.get(SAMPLER))
@@ -461,11 +455,8 @@ def make_session(config: pytest.Config) -> Session | Controller:
         else:
             run = Run(config)
             workers = worker_count(config) if run.facts.launcher == "single" else 0
-            if workers:
-                session = Controller(config, run, workers)
-            else:
-                take_junit(config, run)
-                session = Session(config, run)
+            take_junit(config, run)
+            session = Controller(config, run, workers) if workers else Session(config, run)
     except UsageProblem as error:
         if worker is None:  # which rank this is may be unknown: any rank says so
             reason = AbortReason(name=rejected_run.NAMES[4], message=first_line(str(error)), exit=4, text=str(error))

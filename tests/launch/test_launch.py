@@ -98,7 +98,6 @@ def test_torchrun_sets_everything():
         launcher="torchrun",
         run_id="a1",
         restart_count=1,
-        max_restarts=3,
         master_addr="gpu-06",
         master_port=29500,
         agent_store=True,

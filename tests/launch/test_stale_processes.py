@@ -21,10 +21,12 @@ def test_what_a_rank_has_started_is_ended_and_nothing_else(tmp_path):
     rank, other = str(tmp_path / "rank"), str(tmp_path / "other")
     with contextlib.ExitStack() as started:
         before = started.enter_context(start())
-        with detached_process.mark_processes(os.environ, rank):
+        with pytest.MonkeyPatch.context() as mark:
+            mark.setenv(detached_process.VARIABLE, rank)
             ours = started.enter_context(start())
             light = started.enter_context(start(env=detached_process.child_environment()))
-        with detached_process.mark_processes(os.environ, other):
+        with pytest.MonkeyPatch.context() as mark:
+            mark.setenv(detached_process.VARIABLE, other)
             others = started.enter_context(start())
         after = started.enter_context(start())
         started.callback(lambda: [process.kill() for process in (before, ours, light, others, after)])
@@ -45,12 +47,3 @@ def test_what_a_rank_has_forked_is_ended_also_when_its_file_is_gone(tmp_path):
     file.unlink()
     assert detached_process.end_stale_processes([str(file)]) == [pid]
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-
-
-@pytest.mark.parametrize("outer", ["a", None])
-def test_the_mark_of_an_outer_run_comes_back(outer):
-    environ = {} if outer is None else {detached_process.VARIABLE: outer}
-    before = dict(environ)
-    with detached_process.mark_processes(environ, "b"):
-        pass
-    assert environ == before
