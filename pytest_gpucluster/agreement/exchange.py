@@ -14,7 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -334,11 +334,7 @@ class AbortReason:
     culprits: Sequence[int] = ()
     text: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> AbortReason:
-        """Read what :meth:`to_json` wrote; other keys are left alone."""
+        """Read it from plain JSON types; other keys are left alone."""
         return cls(**{each.name: body[each.name] for each in fields(cls) if each.name in body})

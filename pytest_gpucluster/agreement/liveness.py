@@ -331,7 +331,7 @@ class Deadline:
         if 0 in missing:
             self.end_at_once(abort)
             return
-        post_event(self.store, "end", **abort.to_json())
+        post_event(self.store, "end", **asdict(abort))
         for rank in missing:
             unknown = Culprit(message="cannot be released", text="The rank could not be released.")
             body = {"outcome": "hung", **asdict(phase.culprits.get(rank, unknown))}

@@ -9,7 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pytest_gpucluster.agreement.exchange import AbortReason
@@ -82,7 +82,7 @@ def join(
             who = fetch_reports(store, [rank for rank in ranks if store.check([f"who/{rank}"])])
             refusal = check(who)
             hosts = [str(who[rank]["host"]) if rank in who else "?" for rank in ranks]
-            plain = None if refusal is None else refusal.to_json()
+            plain = None if refusal is None else asdict(refusal)
             store.set("join", json.dumps({"hosts": hosts, "shared": dict(shared), "refusal": plain}))
             if refusal is not None:
                 raise Refused(refusal)

@@ -93,25 +93,23 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         main = dist.PrefixStore(prefix, tcp)
         side = dist.PrefixStore(prefix, tcp.clone())
     except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
-        first = next(iter(str(error).splitlines()), "")
+        check = (
+            "All ranks are on this node: check that rank 0 has started, and that all were given the same MASTER_PORT"
+        )
+        if facts.nnodes > 1:
+            check = (
+                "Check that MASTER_ADDR and MASTER_PORT name the first node as the other nodes can reach it, and that "
+                "no firewall lies between"
+            )
         raise StoreError(
-            f"rank {facts.rank} on {facts.hostname}: no store answers at {address} within {timeout_seconds:g} s "
-            f"({first}). {_what_to_check(facts)} (launcher: {facts.launcher})"
+            f"{facts}: no store answers at {address} within {timeout_seconds:g} s ({first_line(str(error))}). "
+            f"{check} (launcher: {facts.launcher})"
         ) from error
     return Stores(
         main=main,
         side=side,
         for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()),
         after_abort=lambda: forget_abort(tcp),
-    )
-
-
-def _what_to_check(facts: RankFacts) -> str:
-    if facts.nnodes == 1:
-        return "All ranks are on this node: check that rank 0 has started, and that all were given the same MASTER_PORT"
-    return (
-        "Check that MASTER_ADDR and MASTER_PORT name the first node as the other nodes can reach it, and that no "
-        "firewall lies between"
     )
 
 
@@ -304,11 +302,7 @@ def main(port: int, pid: int, prefix: str, world_size: int) -> int:
     sys.stdout.close()
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # replaces the closed stream until the process ends
     select.select([pidfd], [], [])
-    _outlive_rank_0(dist.PrefixStore(prefix, tcp), world_size)
-    return 0
-
-
-def _outlive_rank_0(store: Store, world_size: int) -> None:
+    store = dist.PrefixStore(prefix, tcp)
     if not store.check(["bye/0"]):
         post_event(
             store, "lost", rank=0, message="its process has exited without a message (killed, or ended by os._exit)"
@@ -318,6 +312,7 @@ def _outlive_rank_0(store: Store, world_size: int) -> None:
     while not store.check(others) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     time.sleep(_LAST_WORDS_SECONDS)
+    return 0
 
 
 if __name__ == "__main__":

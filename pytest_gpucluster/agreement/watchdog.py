@@ -18,9 +18,8 @@ import signal
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import IO, Any
 
 from pytest_gpucluster.agreement import exchange, hang_diagnosis
@@ -50,7 +49,8 @@ class WakeupPipe:
     def install(self) -> None:
         """Take the wakeup descriptor and SIGTERM. Main thread; again at each phase, since asyncio resets both."""
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        before = signal.signal(signal.SIGTERM, _heard)
+        # Its handler only lets the interpreter go on: the watcher reads the signal's number from the pipe.
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
         if not self._installed:
             self._before, self._installed = before, True
             # A forked child shares the pipe: its SIGTERM would be read as ours, and it would survive terminate().
@@ -85,10 +85,6 @@ class WakeupPipe:
         if self._installed:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _heard(signum: int, frame: types.FrameType | None) -> None:
-    """Let the interpreter go on: the watcher has read the signal's number from the pipe."""
 
 
 _TICK_SECONDS = 0.1
@@ -523,7 +519,7 @@ class Watch:
         self._on_abort(abort)
         with contextlib.suppress(Exception):  # the store, or what reads it, may be what broke; the report matters more
             if broadcast and self._facts.world_size > 1:
-                post_event(self._store, "end", **abort.to_json())
+                post_event(self._store, "end", **asdict(abort))
             self._answer_waits(abort)
         if abort.name != "interrupted":  # pytest raises KeyboardInterrupt by itself
             self._release(self._phase, abort.message)
@@ -538,7 +534,7 @@ class Watch:
     def _answer_waits(self, abort: AbortReason) -> None:
         number = self._phase.number
         if self._facts.rank != 0:
-            exchange.answer_verdict(self._store, number, {"ended": abort.to_json()})
+            exchange.answer_verdict(self._store, number, {"ended": asdict(abort)})
             return
         for rank in self._who.keys() - {0}:
             outcome = "lost" if rank in abort.culprits else "released"

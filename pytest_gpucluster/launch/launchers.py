@@ -27,6 +27,7 @@ store listens on all interfaces, torchrun's own too (torch/csrc/distributed/c10d
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -168,29 +169,20 @@ class _Variables:
 
     def alone(self) -> RankFacts:
         """Return the facts of a single process."""
-        return self.facts(**_pod(0, 1), launcher="single", run_id="single")
+        return self.facts(**_place(0, 1, 0, 1, 0, 1), launcher="single", run_id="single")
 
 
-def _pod(rank: int, world_size: int) -> dict[str, int]:
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "local_rank": 0,
-        "local_world_size": 1,
-        "node_rank": rank,
-        "nnodes": world_size,
-    }
+def _place(*numbers: int) -> dict[str, int]:
+    names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes")
+    return dict(zip(names, numbers, strict=True))
 
 
 def _torchrun(read: _Variables) -> RankFacts:
     environ = read.environ
+    places, sizes = ("RANK", "LOCAL_RANK", "GROUP_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    numbers = [(read.number(place), read.number(size, least=1)) for place, size in zip(places, sizes, strict=True)]
     fields = {
-        "rank": read.number("RANK"),
-        "world_size": read.number("WORLD_SIZE", least=1),
-        "local_rank": read.number("LOCAL_RANK"),
-        "local_world_size": read.number("LOCAL_WORLD_SIZE", least=1),
-        "node_rank": read.number("GROUP_RANK"),
-        "nnodes": read.number("GROUP_WORLD_SIZE", least=1),
+        **_place(*itertools.chain(*numbers)),
         "restart_count": read.number("TORCHELASTIC_RESTART_COUNT", 0),
         # Loopback is allowed: two agents on one host may use it, and their rendezvous has succeeded.
         "master_addr": read.text("MASTER_ADDR"),
@@ -199,9 +191,8 @@ def _torchrun(read: _Variables) -> RankFacts:
     given = read.text("TORCHELASTIC_RUN_ID")
     if given == "none" and environ.get("SLURM_JOB_ID"):  # without --rdzv-id
         given = f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_RESTART_COUNT') or 0}"
-    read.below("RANK", "WORLD_SIZE")
-    read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    read.below("GROUP_RANK", "GROUP_WORLD_SIZE")
+    for place, size in zip(places, sizes, strict=True):
+        read.below(place, size)
     read.below("LOCAL_WORLD_SIZE", "WORLD_SIZE", or_equal=True)
     read.below("GROUP_WORLD_SIZE", "WORLD_SIZE", or_equal=True)
     read.below("LOCAL_RANK", "RANK", or_equal=True)
@@ -241,18 +232,8 @@ def _openmpi(read: _Variables) -> RankFacts:
     run_id = f"openmpi-{environ.get('PMIX_NAMESPACE') or environ.get('OMPI_MCA_ess_base_jobid') or 'run'}"
     port = _FIRST_PORT + zlib.crc32(run_id.encode("utf-8", "replace")) % _PORTS
     address, port = read.address(_LOOPBACK_ADDRESS if nnodes == 1 else None, nnodes=nnodes), read.port(port)
-    return read.facts(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=rank // local_world_size,
-        nnodes=nnodes,
-        launcher="openmpi",
-        run_id=run_id,
-        master_addr=address,
-        master_port=port,
-    )
+    place = _place(rank, world_size, local_rank, local_world_size, rank // local_world_size, nnodes)
+    return read.facts(**place, launcher="openmpi", run_id=run_id, master_addr=address, master_port=port)
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -291,12 +272,7 @@ def _slurm(read: _Variables) -> RankFacts:
     address = read.address(first_host, nnodes=nnodes)
     port = read.port(_FIRST_PORT + (16 * job + step) % _PORTS)
     return read.facts(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        nnodes=nnodes,
+        **_place(rank, world_size, local_rank, local_world_size, node_rank, nnodes),
         launcher="slurm",
         run_id=run_id,
         master_addr=address,
@@ -372,7 +348,7 @@ def _meet(read: _Variables, rank: int, world_size: int, address_name: str, port_
     address = read.address(None, nnodes=world_size, name=address_name)
     port = read.port(None, name=port_name)
     return read.facts(
-        **_pod(rank, world_size),
+        **_place(rank, world_size, 0, 1, rank, world_size),
         launcher="kubernetes",
         run_id=f"kubernetes-{address}-{port}",
         master_addr=address,

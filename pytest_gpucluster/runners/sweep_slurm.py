@@ -201,9 +201,25 @@ class Slurm(JobScheduler):
         )
 
     def stop(self) -> Sequence[str]:
-        """End all steps that still run, and cancel those that remain."""
+        """End all steps that still run, and cancel those of this sweep that Slurm still knows.
+
+        Source: https://slurm.schedmd.com/squeue.html (``--steps``, ``%i``, ``%j``).
+        """
         super().stop()
-        return self._cancel() if self.is_uncertain else []
+        if not self.is_uncertain:
+            return []
+        try:
+            listed = run_tool(
+                ["squeue", "--noheader", "--steps", f"--jobs={self._job}", "--format=%i %j"],
+                within_seconds=_QUERY_SECONDS,
+            )
+            pairs = [line.split(maxsplit=1) for line in listed.splitlines()]
+            steps = [pair[0] for pair in pairs if len(pair) == 2 and pair[1].strip() == NAME]
+            if steps:
+                run_tool(["scancel", "--signal=KILL", *steps], within_seconds=_QUERY_SECONDS)
+        except EnvironmentBroken as error:
+            return [f"steps of this sweep may still run in job {self._job}: {error}"]
+        return []
 
     def _on_kill(self) -> None:
         self.is_uncertain = True  # its tasks may still run
@@ -227,21 +243,3 @@ class Slurm(JobScheduler):
             *self._options,
             *command,
         ]
-
-    def _cancel(self) -> Sequence[str]:
-        """Cancel this sweep's steps that Slurm still knows.
-
-        Source: https://slurm.schedmd.com/squeue.html (``--steps``, ``%i``, ``%j``).
-        """
-        try:
-            listed = run_tool(
-                ["squeue", "--noheader", "--steps", f"--jobs={self._job}", "--format=%i %j"],
-                within_seconds=_QUERY_SECONDS,
-            )
-            pairs = [line.split(maxsplit=1) for line in listed.splitlines()]
-            steps = [pair[0] for pair in pairs if len(pair) == 2 and pair[1].strip() == NAME]
-            if steps:
-                run_tool(["scancel", "--signal=KILL", *steps], within_seconds=_QUERY_SECONDS)
-        except EnvironmentBroken as error:
-            return [f"steps of this sweep may still run in job {self._job}: {error}"]
-        return []

@@ -91,6 +91,14 @@ def signal_name(number: int) -> str:
 # ---- the command line
 
 _RANKS = "--nproc-per-node"
+_VARIABLES = {
+    _RANKS: "PET_NPROC_PER_NODE",
+    "--nnodes": "PET_NNODES",
+    "--rdzv-endpoint": "PET_RDZV_ENDPOINT",
+    "--master-addr": "PET_MASTER_ADDR",
+    "--master-port": "PET_MASTER_PORT",
+}
+"""torchrun reads each of its options from such a variable, too. Source: torch, distributed/argparse_util.py."""
 _DEVICE, _DEVICE_VARIABLE = "--gpucluster-device", "GPUCLUSTER_DEVICE"
 _PYTEST_VARIABLE = "PYTEST_ADDOPTS"
 """pytest reads arguments from it, before its own. Source: pytest's reference, "Environment Variables"."""
@@ -173,9 +181,7 @@ def _option(word: str) -> str:
 
 
 def _given(launch: Sequence[str], option: str, environ: Mapping[str, str]) -> str:
-    """Return the value of an option of torchrun, else that of its variable. Source: distributed/argparse_util.py."""
-    variable = f"PET_{option.removeprefix('--').replace('-', '_').upper()}"
-    return _last_value(launch, option, environ.get(variable, ""))
+    return _last_value(launch, option, environ.get(_VARIABLES[option], ""))
 
 
 def _last_value(words: Sequence[str], option: str, default: str) -> str:

@@ -84,16 +84,8 @@ class Report:
         return "\n".join([head, *(render(line) for line in self.lines), self.summary()]) + "\n"
 
     def json(self) -> str:
-        """Return it for programs; :func:`read` reads it."""
+        """Return it for programs."""
         return json.dumps(codec.to_json(self), indent=1) + "\n"
-
-
-def read(text: str, where: str) -> Report:
-    """Read a report from JSON. ``where`` begins an error.
-
-    Raises: JournalError if it is not one.
-    """
-    return codec.read(Report, json.loads(text), where)
 
 
 def render(line: Line, width: int = 110) -> str:

@@ -172,7 +172,9 @@ class SelfTest:
         gpu, gpus = self._device == "cuda", self._gpus if self._every_gpu else 1
         count = {"run": 1, "gpu": gpus if gpu else 1, "rank": max(2, gpus)}[step.each]
         shared = gpu and step.each == "rank" and self._gpus < count
-        port = _free_port()
+        with socket.socket() as one:  # a free port
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
         for index in range(count):
             device = f"cuda:{0 if shared else index}" if gpu else "cpu"
             log = str(folder / f"{step.name}-{index}.log")
@@ -201,12 +203,6 @@ def _environment(folder: Path, host: int | None) -> dict[str, str]:
             "NCCL_P2P_DISABLE": "1",
         }
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def _ending(step: Step, child: _Child, code: int | None, lines: Sequence[Line], seconds: float) -> Iterator[Line]:

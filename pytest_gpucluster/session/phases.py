@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -430,7 +430,7 @@ class Phases:
         if blamed and all(bodies[rank].get("expected") for rank in blamed):
             verdict["expected"] = True
         if stop is not None:
-            verdict["stop"] = stop.to_json()
+            verdict["stop"] = asdict(stop)
         elif when == "call" and not verdict.keys() & {"expected", "nvls"}:
             verdict |= self._search_after(item, merged, bodies, outcomes)
         return verdict

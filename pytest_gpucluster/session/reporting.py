@@ -433,17 +433,14 @@ class Console:
                 reporter.write_line(line)
         for text in run.journal_copy.errors:
             reporter.write_line(one_line(f"this summary leaves a line out: {text}", MESSAGE_CHARACTERS), red=True)
+        files = [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
+        if run.directory is not None:
+            files = existing_files(run.directory, junit=run.junit_path)
         for line in [
-            *report_lines(self._reports(), verbose=verbosity > 0),
+            *report_lines(files, verbose=verbosity > 0),
             *verdict_lines(seen, width=10_000, colour=colour),  # the last line, whole
         ]:
             reporter.write_line(line)
-
-    def _reports(self) -> list[tuple[str, str]]:
-        run = self._run
-        if run.directory is not None:
-            return existing_files(run.directory, junit=run.junit_path)
-        return [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
 
 
 def _result_text(row: Row, journal: Journal | None) -> str:

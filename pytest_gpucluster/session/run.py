@@ -267,10 +267,6 @@ class Run:
         """Return the profile of the workload in force: on cpu always that of a rehearsal."""
         return "cpu" if self.rehearsal else str(self.settings.profile)
 
-    def headline(self, decided: verdict.Verdict) -> str:
-        """Return the verdict's word, with a remark where it is not about hardware."""
-        return verdict.title(decided.word, self.kind)
-
     def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Conditions:
         """Return under which conditions this run measures, for a comparison with another one."""
         from pytest_gpucluster.analysis.run_view import Conditions

@@ -219,7 +219,7 @@ def overtime(run: Run, abort: AbortReason) -> None:
     if run.verdict is None:
         run.verdict = decide(run, pytest_exit=abort.exit, abort=abort)
         write_end(run)
-    text = f"\n{run.headline(run.verdict)}: {run.verdict.reason}\n"
+    text = f"\n{verdict.title(run.verdict.word, run.kind)}: {run.verdict.reason}\n"
     if run.rank == 0:
         run.cry(text)
     _leave_note(run, run.verdict)

@@ -104,7 +104,11 @@ class Start:
         message = first_line(str(error)) or kind
         message = message if ": " in message else f"{kind}: {message}"  # pytest's own exceptions name the cause already
         self._update(error=message, text="".join(traceback.format_exception(error)))
-        self._wait_for_rank_0()
+        # Rank 0, if it is on this node, must have come as far as to handle SIGTERM: else there would be no report.
+        until = time.monotonic() + _RANK_0_SECONDS
+        is_here = self._file.parent.name == str(self._note.rank)  # local rank and rank are the same on its node
+        while is_here and time.monotonic() < until and not (self._file.parent.parent / "0" / _FILE_NAME).exists():
+            time.sleep(_LOOK_SECONDS)
         self._report()
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
@@ -139,13 +143,6 @@ class Start:
         if first == self._note.rank:
             self._report_failures()
         return True
-
-    def _wait_for_rank_0(self) -> None:
-        """Let rank 0 come as far as to handle SIGTERM, if it is on this node: else there would be no report."""
-        until = time.monotonic() + _RANK_0_SECONDS
-        is_here = self._file.parent.name == str(self._note.rank)  # local rank and rank are the same on its node
-        while is_here and time.monotonic() < until and not (self._file.parent.parent / "0" / _FILE_NAME).exists():
-            time.sleep(_LOOK_SECONDS)
 
     def _notes(self) -> list[StartNote]:
         notes = filter(None, map(_read, self._file.parent.parent.glob(f"*/{_FILE_NAME}")))

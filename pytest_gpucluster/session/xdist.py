@@ -209,22 +209,19 @@ class Controller:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object | None) -> None:
         if error:
-            self._worker_lost(node.gateway.id, error)
+            rank = _index(node.gateway.id)
+            done = {nodeid for nodeid, parts in self._tests.items() if rank in parts.ended}
+            current = next((nodeid for nodeid in self._collections.get(rank, ()) if nodeid not in done), None)
+            during = f" during {current}" if current else " before its first test"
+            # An exception comes as its whole traceback: the last line says what it was.
+            why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "no reason given")
+            self._lost[rank] = first_line(f"lost{during}: worker {node.gateway.id} crashed ({why})")
+            self._run.problem("rank lost", f"{self._run.names[rank]} is {self._lost[rank]}", str(error))
             return
         output = getattr(node, "workeroutput", None) or {}
         if PROPERTY in output and self._cannot_run is None:
             self._cannot_run = str(output[PROPERTY])
             self._run.problem("usage", self._cannot_run, self._cannot_run)
-
-    def _worker_lost(self, worker: str, error: object) -> None:
-        rank = _index(worker)
-        done = {nodeid for nodeid, parts in self._tests.items() if rank in parts.ended}
-        current = next((nodeid for nodeid in self._collections.get(rank, ()) if nodeid not in done), None)
-        during = f" during {current}" if current else " before its first test"
-        # An exception comes as its whole traceback: the last line says what it was.
-        why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "no reason given")
-        self._lost[rank] = first_line(f"lost{during}: worker {worker} crashed ({why})")
-        self._run.problem("rank lost", f"{self._run.names[rank]} is {self._lost[rank]}", str(error))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:

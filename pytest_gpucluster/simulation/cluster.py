@@ -139,22 +139,19 @@ class Cluster:
 
         Raises: OptionError: a fault is at a place that it does not have.
         """
+        places = {"gpu": [str(number) for number in range(self.gpus_per_node)], "port": self.ports}
         for fault in faults:
-            self._require_place(fault)
+            where = fault.kind.where
+            for what, found, allowed in (
+                ("host", fault.host, self.hosts if where != "cluster" else ("",)),
+                ("GPU" if where == "gpu" else "port", fault.place, places.get(where, ("",))),
+            ):
+                if found not in allowed:
+                    known = ", ".join(allowed) if len(allowed) <= 16 else f"{allowed[0]} to {allowed[-1]}"
+                    raise OptionError(
+                        f"{fault}: {self.name} has no {what} {found!r}; it has {known}{did_you_mean(found, allowed)}"
+                    )
         return replace(self, faults=Faults(tuple(faults)))
-
-    def _require_place(self, fault: Fault) -> None:
-        where = fault.kind.where
-        gpus = [str(number) for number in range(self.gpus_per_node)]
-        for what, found, allowed in (
-            ("host", fault.host, self.hosts if where != "cluster" else ("",)),
-            ("GPU" if where == "gpu" else "port", fault.place, {"gpu": gpus, "port": self.ports}.get(where, ("",))),
-        ):
-            if found not in allowed:
-                known = ", ".join(allowed) if len(allowed) <= 16 else f"{allowed[0]} to {allowed[-1]}"
-                raise OptionError(
-                    f"{fault}: {self.name} has no {what} {found!r}; it has {known}{did_you_mean(found, allowed)}"
-                )
 
 
 def shipped() -> list[str]:

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pytest_gpucluster.benchmarks.collective_payload import ROOT
-from pytest_gpucluster.benchmarks.collectives import Call
+from pytest_gpucluster.benchmarks.collectives import Call, busbw_factor
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.clock import LAUNCH_SECONDS, Clock, WallClock
 from pytest_gpucluster.device.interface import Capability
@@ -53,15 +53,6 @@ GROWTH = 1.2
 EXPOSED = 0.03
 """Part of a training step in which ranks of several nodes wait for the network. derived: it leaves 0.97 of a rate."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
-_TRAFFIC: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "send_recv": lambda n: 1.0,
-}
-"""What goes through a rank's link for each byte of payload. Source: nccl-tests, doc/PERFORMANCE.md."""
 
 
 class Place(NamedTuple):
@@ -325,17 +316,13 @@ class Simulated(Cpu):
                 dtype = "tf32"
             rate = world.rates.of(f"matmul.{dtype}.tflops", n=round((m * n * k) ** (1 / 3))).value * 1e12
             self._work(2 * m * n * k / (rate * world.factor(world.me)), PRODUCTS)
-            self._spoil(out)
+            # A bit of one product in N is wrong, those that one stands for included.
+            one_in = world.cluster.faults.amount("wrong-product", world.me.host, world.me.gpu)
+            before, world.calls = world.calls, world.calls + max(1, round(world.scale))
+            if one_in and before // one_in != world.calls // one_in:
+                out.view(-1).view(torch.uint8)[0] ^= 64
 
         return timed
-
-    def _spoil(self, out: torch.Tensor) -> None:
-        """Flip a bit of one product in N, those that one stands for included."""
-        world = self._world
-        one_in = world.cluster.faults.amount("wrong-product", world.me.host, world.me.gpu)
-        before, world.calls = world.calls, world.calls + max(1, round(world.scale))
-        if one_in and before // one_in != world.calls // one_in:
-            out.view(-1).view(torch.uint8)[0] ^= 64
 
     def _memory(self, kind: str, moved_bytes: int) -> None:
         world = self._world
@@ -448,7 +435,7 @@ class Simulated(Cpu):
         else:
             labels["size"] = show(max(payload_bytes, 1e9), "B")
             rate = world.rates.of(f"nccl.{name}.busbw", labels, world_size=count, nodes=nodes).value
-            traffic = _TRAFFIC[name](count)
+            traffic = busbw_factor(count, name)  # what goes through a rank's link for each byte of payload
         left, of_port = world.slowest(places)
         has = world.cluster.faults.amount
         if nodes > 1 and world.cluster.nccl.transport != "P2P":

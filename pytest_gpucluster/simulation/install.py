@@ -17,7 +17,7 @@ from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.simulation import cluster as descriptions
 from pytest_gpucluster.simulation.cluster import Cluster
 from pytest_gpucluster.simulation.machine import Machine
-from pytest_gpucluster.simulation.node import install_node
+from pytest_gpucluster.simulation.node import seams
 
 
 def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> RankFacts:
@@ -44,7 +44,8 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     folder = _shared_folder(found, facts)
     machine = Machine.of(folder, host, facts.local_rank)
     machine.take(os.getpid())
-    install_node(found, host, folder)
+    for (module, name), value in seams(found, host, folder).items():
+        setattr(module, name, value)
     world = World(found, machine)
     plant_in_training(world)
     backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)

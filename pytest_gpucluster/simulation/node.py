@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -155,18 +155,8 @@ class SimulatedResolver(name_resolution.SystemResolver):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def write_node(cluster: Cluster, host: str, folder: Path) -> None:
-    """Write the files of a host below a folder, which stands for the root of its file system."""
-    node = _Files(folder)
-    _write_system(cluster, host, node)
-    for index in range(cluster.gpus_per_node):
-        _write_gpu(cluster, host, node, index)
-    for number in range(cluster.node.ports):
-        _write_port(cluster, host, node, number)
-
-
 class _Files:
-    """The files below a folder."""
+    """The files of a host below a folder, which stands for the root of its file system."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._made = root, {root}
@@ -372,9 +362,15 @@ def seams(cluster: Cluster, host: str, folder: Path) -> Mapping[tuple[ModuleType
         (folder / CLUSTER_FILE).write_bytes(pickle.dumps(cluster))
         if not root.exists():
             draft = root.with_name(f"root-{os.getpid()}")
-            write_node(cluster, host, draft)
+            node = _Files(draft)
+            _write_system(cluster, host, node)
+            for index in range(cluster.gpus_per_node):
+                _write_gpu(cluster, host, node, index)
+            for number in range(cluster.node.ports):
+                _write_port(cluster, host, node, number)
             draft.rename(root)
     gpus = gpus_of(cluster, host, folder)
+    blocks = cluster.node.memory_bytes // 2 // 4096
     ahead_seconds = cluster.faults.amount("clock-skew", host) or 0.0
 
     def fall(gpu: SimulatedGpu) -> None:
@@ -385,20 +381,9 @@ def seams(cluster: Cluster, host: str, folder: Path) -> Mapping[tuple[ModuleType
         (nvml, "MAKER"): lambda: SimulatedNvml(gpus, fall),
         (inventory, "VISIBLE_GPUS"): lambda: SimulatedVisibleGpus(gpus),
         (kernel_log, "RECORDS"): lambda kmsg: kernel_records(gpus),
-        (host_facts, "STATVFS"): _half_of(cluster.node.memory_bytes),
+        # A file system of half of the memory, as that of /dev/shm is, and empty.
+        (host_facts, "STATVFS"): lambda path: os.statvfs_result((4096, 4096, *[blocks] * 6, 0, 255)),
         (name_resolution, "SYSTEM"): SimulatedResolver(host),
         (network, "NOW"): lambda: time.time() + ahead_seconds,
         (telemetry, "COMMAND"): (sys.executable, "-m", "pytest_gpucluster.simulation.nvml", str(folder), host),
     }
-
-
-def _half_of(memory_bytes: int) -> Callable[[Path], os.statvfs_result]:
-    """Return the function that shows a file system of half of the memory, as that of /dev/shm is, and empty."""
-    blocks = memory_bytes // 2 // 4096
-    return lambda path: os.statvfs_result((4096, 4096, blocks, blocks, blocks, blocks, blocks, blocks, 0, 255))
-
-
-def install_node(cluster: Cluster, host: str, folder: Path) -> None:
-    """Make this process one of a simulated host, for good. Arguments as of :func:`seams`."""
-    for (module, name), value in seams(cluster, host, folder).items():
-        setattr(module, name, value)

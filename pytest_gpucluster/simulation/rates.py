@@ -106,9 +106,7 @@ class Rates:
         peaks = SKUS[self._cluster.sku].peaks
         known = measurement.known(metric)
         found = getattr(peaks, known.peak, None) if known.peak else None
-        if not found:
-            return Rate(value=1.0, basis="data sheet")
-        return Rate(value=OF_PEAK * float(found), basis="data sheet")
+        return Rate(value=OF_PEAK * float(found) if found else 1.0, basis="data sheet")
 
 
 def _of_size(rows: Sequence[Row], n: int) -> list[Row]:

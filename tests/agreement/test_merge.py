@@ -180,6 +180,6 @@ def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small():
 
 def test_why_a_run_ends_travels_whole_and_keys_of_another_version_are_left_alone():
     reason = AbortReason(name="rank lost", message="rank 1 is lost", exit=11, culprits=[1], text="its last words")
-    body = json.loads(json.dumps(reason.to_json()))
+    body = json.loads(json.dumps(asdict(reason)))
     assert AbortReason.from_json(body | {"of_another_version": 1}) == reason
     assert AbortReason.from_json({"name": "x", "message": "y", "exit": 2}) == AbortReason(name="x", message="y", exit=2)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 from ranks import DEADLINE_SECONDS, facts_of
@@ -308,7 +309,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
     assert re.match(r"rank 0 \(gpu-06\) is lost .* of t: process 7$", ending.message)
     assert here.endings == [here.watch.abort_reason]
     wait_until(lambda: here.store.check([verdict_key(number)]))
-    assert json.loads(here.store.get(verdict_key(number))) == {"ended": here.watch.abort_reason.to_json()}
+    assert json.loads(here.store.get(verdict_key(number))) == {"ended": asdict(here.watch.abort_reason)}
 
 
 def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place):

@@ -1,11 +1,13 @@
 """The report of a self-test: its lines, what it hides, and its archive."""
 
+import json
 import tarfile
 
 import pytest
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.selftest.report import Redactor, Report, line, read, render, write_archive
+from pytest_gpucluster.metrics import codec
+from pytest_gpucluster.selftest.report import Redactor, Report, line, render, write_archive
 
 
 def report(*lines):
@@ -24,10 +26,10 @@ def test_only_what_was_shown_is_ok_and_only_the_rest_needs_action():
 
 def test_a_report_is_read_as_it_was_written_and_names_its_folder():
     written = report(line("versions", True, "text", driver="580.1", torch="2.11.0+cu130", nccl="2.28.9", gpus=1))
-    assert read(written.json(), "here") == written
+    assert codec.read(Report, json.loads(written.json()), "here") == written
     assert written.name == "cuda-580.1-2.11.0+cu130-2.28.9"
     with pytest.raises(JournalError):
-        read('{"lines": []}', "here")
+        codec.read(Report, {"lines": []}, "here")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The self-test's parent: children that hang, crash or are cut off, and the whole of it on cpu."""
 
+import json
 import os
 import sys
 import tarfile
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.cli import main
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.selftest import run
-from pytest_gpucluster.selftest.report import read
+from pytest_gpucluster.selftest.report import Report
 
 _CHILD = """
 import json, os, signal, sys, time
@@ -119,7 +121,7 @@ def test_on_cpu_all_of_it_runs_and_the_archive_has_it(tmp_path, capsys, monkeypa
     assert main.main(["node", "selftest", "--device", "cpu", "--out", str(out)]) == 0
     with tarfile.open(out) as archive:
         texts = {Path(name).name: archive.extractfile(name).read().decode() for name in archive.getnames()}
-    report = read(texts["report.json"], "report.json")
+    report = codec.read(Report, json.loads(texts["report.json"]), "report.json")
     states = {line.what: line.state for line in report.lines}
     assert {"names", "groups", "abort", "device assert", "its end", "duration"} <= {
         what for what, state in states.items() if state == "OK"

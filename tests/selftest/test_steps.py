@@ -11,13 +11,14 @@ from fake_nvml import FakeNvml
 
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.judge import loader
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.datasheets import promise_of
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.node import kernel_log
 from pytest_gpucluster.node.fabric import nccl_log
 from pytest_gpucluster.node.nvml_queries import QUERIES
 from pytest_gpucluster.selftest import steps
-from pytest_gpucluster.selftest.report import read
+from pytest_gpucluster.selftest.report import Report
 
 FIXTURES = sorted((Path(__file__).parents[1] / "data" / "selftest").iterdir())
 H100 = "NVIDIA H100 80GB HBM3"
@@ -163,7 +164,7 @@ def test_what_a_real_node_has_left_is_read(folder):
             assert nccl_log.choice(text.splitlines()).version
             assert nccl_log.unread(text.splitlines())[1] == []
     if "report.json" in texts:
-        assert read(texts["report.json"], folder.name).lines
+        assert codec.read(Report, json.loads(texts["report.json"]), folder.name).lines
     kernel_log.parse(texts["dmesg-nvrm.txt"].splitlines())
     for gpu in json.loads(texts["nvml.json"])["gpus"].values() if "nvml.json" in texts else ():
         promise = promise_of(loader.load().sku_for(gpu["name"]))
