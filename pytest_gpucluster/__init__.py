@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.metrics.time_budget import counted
     from pytest_gpucluster.session.cluster import Cluster
     from pytest_gpucluster.session.fixtures import Gpu, Measure, Telemetry
-    from pytest_gpucluster.session.progress import ReportProgress
+    from pytest_gpucluster.session.reporting import ReportProgress
     from pytest_gpucluster.session.selection import TrainingInputs
 
 __version__ = "0.1.0"
@@ -61,7 +61,7 @@ _HOMES = {
     "Limits": "judge.limits:Thresholds",
     "Measure": "session.fixtures:Measure",
     "Metric": "metrics.catalogue:Metric",
-    "ReportProgress": "session.progress:ReportProgress",
+    "ReportProgress": "session.reporting:ReportProgress",
     "Series": "metrics.sampling:Series",
     "Telemetry": "session.fixtures:Telemetry",
     "TrainingInputs": "session.selection:TrainingInputs",

@@ -94,7 +94,7 @@ def _ssh(options: argparse.Namespace) -> int:
     Each node's reports are copied here. Nodes that do not answer are listed in the table, and the others go on. No
     shared file system is needed.
     """
-    from pytest_gpucluster.runners.sweep_ssh import Ssh
+    from pytest_gpucluster.runners.ssh_job import Ssh
 
     return _sweep(options, lambda gpus: Ssh(*select_nodes(options), unique_run_id()))
 

@@ -1,4 +1,6 @@
-"""One run over many nodes by ssh: started on all of them, followed, stopped, its reports copied, and one exit code."""
+"""One run over many nodes by ssh: started on all of them, followed, stopped, its reports copied, and one exit code.
+
+A sweep over ssh is such a run on every node on its own, then one over the survivors."""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from pytest_gpucluster.journal.verdict import BROKEN, REJECTED
 from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.node_agent import GRACE_SECONDS, exit_of, unpack
-from pytest_gpucluster.runners.plan import SshPlan
+from pytest_gpucluster.runners.plan import SshPlan, SweepPlan, random_port
 from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion
-from pytest_gpucluster.runners.ssh import Channel
-from pytest_gpucluster.runners.sweep_outcome import BROKEN_EXIT, NO_ANSWER, LauncherExit, judge_run
+from pytest_gpucluster.runners.ssh import Access, Channel
+from pytest_gpucluster.runners.sweep import JobScheduler
+from pytest_gpucluster.runners.sweep_outcome import BROKEN_EXIT, JOINT, NO_ANSWER, LauncherExit, judge_run
 from pytest_gpucluster.text import printable, some_of
 
 STOP_SECONDS = GRACE_SECONDS + 15.0
@@ -294,6 +297,36 @@ class RemoteRun:
     def _printer(self, name: str) -> Callable[[str], None]:
         prefix = f"[{name}] " if name else ""
         return lambda line: self._show(f"{prefix}{printable(line)}", False)
+
+
+class Ssh(JobScheduler):
+    """The runs of a sweep on nodes that ssh reaches. They end with this process, and when a connection is lost."""
+
+    grace_seconds = STOP_SECONDS + 30.0
+
+    def __init__(self, hosts: Sequence[Host], access: Access, run_id: str) -> None:
+        """Start nothing yet. ``run_id`` is unique on these nodes."""
+        super().__init__()
+        self._hosts = {host.name: host for host in hosts}
+        self._access, self._run_id = access, run_id
+        self.nodes, self.python, self.port = tuple(self._hosts), access.python, random_port()
+
+    def start(self, plan: SweepPlan, nodes: Sequence[str], folder: Path) -> RemoteRun:
+        """Start the run on these nodes; the reports of each go to a folder with its name."""
+        hosts = tuple(self._hosts[name] for name in nodes)
+        is_joint = folder.name == JOINT
+        ssh_plan = SshPlan(
+            hosts=hosts,
+            access=self._access,
+            per_node=plan.per_node,
+            arguments=plan.pytest_arguments,
+            run_id=f"{self._run_id}-{JOINT if is_joint else 'alone'}",
+            master=hosts[0].address,
+            port=plan.port,
+        )
+        directory = folder if is_joint else folder.parent
+        directory.mkdir(exist_ok=True)
+        return RemoteRun(ssh_plan, directory, within_seconds=plan.seconds(len(nodes)))
 
 
 class Signals:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.node.health.telemetry import Window
     from pytest_gpucluster.node.nvml import Nvml
     from pytest_gpucluster.session.cluster import Cluster
-    from pytest_gpucluster.session.progress import ReportProgress
+    from pytest_gpucluster.session.reporting import ReportProgress
     from pytest_gpucluster.session.run import Run
     from pytest_gpucluster.session.selection import TrainingInputs
 
@@ -236,6 +236,6 @@ def gpucluster_progress(request: pytest.FixtureRequest) -> ReportProgress:
     """Show how far a long test is: ``progress(step, of, loss=..., tokens_per_second=...)`` on every rank. Rank 0's
     terminal shows it with the remaining time, every 10 s and at the last step; ``-q`` and local workers are silent. A
     figure may be a function, called only where it is shown. No report holds it."""
-    from pytest_gpucluster.session.progress import progress_of
+    from pytest_gpucluster.session.reporting import progress_of
 
     return progress_of(request.config, request.node.name, rank=_run(request).rank)

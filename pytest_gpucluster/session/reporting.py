@@ -2,19 +2,22 @@
 
 A rank's traceback travels as text. Rank 0's reports go into the journal. Its terminal shows the header, a line for each
 criterion and the closing summary, all made from what is recorded, so that they match any later report. pytest's own
-words stay as they are: PASSED or FAILED, and the measurements after it. ``record_testsuite_property`` works without
-pytest's own JUnit writer, which this plugin has replaced.
+words stay as they are: PASSED or FAILED, and the measurements after it; during a long test, how far it is: that goes
+past pytest's capture, so no report holds it. ``record_testsuite_property`` works without pytest's own JUnit writer,
+which this plugin has replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 from _pytest.outcomes import Failed  # pytest.fail.Exception, under the name that type checkers know
@@ -36,11 +39,13 @@ from pytest_gpucluster.text import (
     clean,
     clip,
     columns,
+    duration,
     first_line,
     one_line,
     padded,
     paragraph,
     plural,
+    printable,
 )
 
 if TYPE_CHECKING:
@@ -241,7 +246,7 @@ class TestReports:
     def _name_culprit(self, failure: MergedRepr, record: TestRecord) -> None:
         """Let pytest's short summary begin with the culprit, for it has room for little more; the journal has the
         missed limit, as it was judged."""
-        with suppress(JournalError):  # none is expected, and pytest's own word is there
+        with contextlib.suppress(JournalError):  # none is expected, and pytest's own word is there
             failure.reprcrash.message = failure_text(row_of(record.result()), self._run.journal_copy.journal())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
@@ -456,6 +461,85 @@ def _below(row: Row, journal: Journal | None) -> str:
     if row.is_good and text and judged is not None and judged.worst_rank is not None and journal is not None:
         return f"{text}, {rank_name(journal, judged.worst_rank)}"
     return text
+
+
+PLAIN_SECONDS = 10.0
+"""From one line to the next, at least."""
+Figure = float | Callable[[], float]
+"""A number, or what returns it. It is called only where it is shown: reading a loss from a GPU waits for the GPU."""
+
+
+class ReportProgress(Protocol):
+    """Say how far it is. A benchmark takes one of these, or None."""
+
+    def __call__(self, step: int, of: int, **figures: Figure) -> None: ...
+
+
+def describe_step(step: int, of: int, figures: dict[str, float], left_seconds: float | None) -> str:
+    """Put it in words. A figure whose name ends in ``_per_second`` is a rate, any other has its name before it.
+
+    >>> describe_step(3, 100, {"loss": 1.23456, "tokens_per_second": 8573.4}, 754.0)
+    'step 3 of 100, loss 1.235, 8,573 tokens/s, 12:34 left'
+    """
+    parts = [f"step {step} of {of}"]
+    for name, value in figures.items():
+        what = name.removesuffix("_per_second")
+        shown = f"{value:,.0f}" if abs(value) >= 1000 and math.isfinite(value) else f"{value:.4g}"
+        words = what.replace("_", " ")
+        parts.append(f"{words} {shown}" if what == name else f"{shown} {words}/s")
+    if left_seconds is not None:
+        parts.append(f"{duration(left_seconds)} left")
+    return ", ".join(parts)
+
+
+class Progress:
+    """Shows the steps of one test, as often as can be read.
+
+    Args:
+        write_line: prints a line that stays.
+        what: the test.
+        now: seconds that only grow.
+    """
+
+    def __init__(
+        self, write_line: Callable[[str], None], what: str, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._write_line, self._what, self._now = write_line, printable(what), now
+        self._of = 0
+        self._first_step, self._last_step = 0, 0
+        self._began = self._shown_at = 0.0
+
+    def __call__(self, step: int, of: int, **figures: Figure) -> None:
+        """Say that a step has been taken. The total may change; after the last step, and with a lower one, it
+        begins anew."""
+        now = self._now()
+        if step <= self._last_step or self._last_step >= self._of:
+            self._first_step, self._began, self._shown_at = step, now, now
+        self._last_step, self._of = step, of
+        if step < of and now - self._shown_at < PLAIN_SECONDS:
+            return
+        self._shown_at = now
+        numbers = {name: float(figure() if callable(figure) else figure) for name, figure in figures.items()}
+        taken = step - self._first_step
+        left_seconds = (now - self._began) / taken * (of - step) if taken > 0 and of > step else None
+        self._write_line(f"{self._what}: {describe_step(step, of, numbers, left_seconds)}")
+
+
+def progress_of(config: pytest.Config, what: str, *, rank: int) -> ReportProgress:
+    """Return what shows the steps of a test in this process: nothing above rank 0, under ``-q``, or in a local
+    worker."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if rank != 0 or reporter is None or reporter.verbosity < 0:
+        return lambda step, of, **figures: None
+    capture = config.pluginmanager.get_plugin("capturemanager")
+
+    def write_line(text: str) -> None:
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            reporter.ensure_newline()  # pytest has begun a line with the name of the file
+            reporter.write_line(text)
+            reporter.flush()
+
+    return Progress(write_line, what)
 
 
 class _Collector:

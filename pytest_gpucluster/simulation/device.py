@@ -33,10 +33,9 @@ from pytest_gpucluster.device.interface import Capability
 from pytest_gpucluster.device.products import Multiply
 from pytest_gpucluster.metrics.datasheets import SKUS
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.simulation import nccl, node
+from pytest_gpucluster.simulation import node
 from pytest_gpucluster.simulation.cluster import Cluster
-from pytest_gpucluster.simulation.machine import Machine
-from pytest_gpucluster.simulation.nvml import CONTEXT_BYTES, FAULT_AFTER_SECONDS, HOT_RATIO, POWER_EXPONENT
+from pytest_gpucluster.simulation.nvml import CONTEXT_BYTES, FAULT_AFTER_SECONDS, HOT_RATIO, POWER_EXPONENT, Machine
 from pytest_gpucluster.simulation.rates import Rates
 
 PRODUCTS, TRAINING, MEMORY, COPIES = 1.0, 0.9, 0.6, 0.35
@@ -388,7 +387,7 @@ class Simulated(Cpu):
         world.exchanges[group.group_name] = exchange = Exchange(group, world.me)
         world.places[group.group_name] = tuple(exchange.known)
         world.hold_group(group.group_name, world.cluster.nccl.group_bytes)
-        nccl.write(world.cluster, exchange.known, dist.get_rank(group))
+        node.write_nccl_log(world.cluster, exchange.known, dist.get_rank(group))
 
     def left(self, groups: Iterable[ProcessGroup]) -> None:
         """Return the memory of their communicators."""

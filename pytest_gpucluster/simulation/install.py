@@ -16,8 +16,8 @@ from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.simulation import cluster as descriptions
 from pytest_gpucluster.simulation.cluster import Cluster
-from pytest_gpucluster.simulation.machine import Machine
 from pytest_gpucluster.simulation.node import seams
+from pytest_gpucluster.simulation.nvml import Machine
 
 
 def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> RankFacts:

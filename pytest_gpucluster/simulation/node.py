@@ -1,4 +1,4 @@
-"""What else a simulated node shows: the files of /proc and /sys, the kernel's log, the clock; and all of it in force.
+"""What else a simulated node shows: /proc and /sys, the logs of the kernel and NCCL, the clock; and all of it in force.
 
 The files lie below a folder, as the kernel lays them out: each GPU below a PCIe switch of its own, with the nearest
 RDMA ports. What a healthy node should have is so set: governor, IOMMU, ACS, limits, GPUDirect RDMA.
@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import pickle
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from pytest_gpucluster.device.identity import VisibleGpu, VisibleGpus
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.node import host as host_facts
 from pytest_gpucluster.node import inventory, kernel_log, name_resolution, network, nvml, sysfs
+from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.node.infiniband import ETHERNET
 from pytest_gpucluster.node.interfaces import interfaces
@@ -340,6 +342,66 @@ def lose_link(port: str) -> None:
     """Let a port of the host that this process is one of count that it has lost its link."""
     path = sysfs.ROOT / f"sys/class/infiniband/{port}/ports/1/counters/link_downed"
     atomic_write(path, f"{int(path.read_text(encoding='ascii')) + 1}\n")
+
+
+# ---- the log of NCCL -------------------------------------------------------------------------------------------------
+
+_RACK = "P2P"
+"""The transport between nodes that NVLink connects."""
+
+
+def write_nccl_log(cluster: Cluster, places: Sequence[tuple[str, int]], mine: int) -> None:
+    """Append the lines of one rank to its process's log, where NCCL would write one.
+
+    Args:
+        cluster: its description.
+        places: host and GPU of each rank of the communicator.
+        mine: this rank's number in it.
+    """
+    path = NcclLog.of(os.environ, pid=os.getpid()).path
+    if path is None or not path.parent.is_dir():
+        return
+    host, gpu = places[mine]
+    with Path(path).open("a", encoding="utf-8") as log:
+        for line in _nccl_lines(cluster, places, mine):
+            log.write(f"{host}:{os.getpid()}:{os.getpid()} [{gpu}] NCCL INFO {line}\n")
+
+
+def _nccl_lines(cluster: Cluster, places: Sequence[tuple[str, int]], mine: int) -> Iterator[str]:
+    has, count, (host, gpu) = cluster.faults.amount, len(places), places[mine]
+    yield f"NCCL version {cluster.nccl.version}+cuda{cluster.node.cuda}"
+    if has("net-socket"):
+        yield "NET/IB : No device found."
+        yield f"NET/Socket : Using [0]{socket.gethostname()}:10.0.0.1<0>"
+    if has("no-gdr", host):
+        yield f"GPU Direct RDMA Disabled for HCA 0 '{cluster.port_of(gpu)}'"
+    yield f"Using network {_network(cluster)}"
+    several = len({place for place, _ in places}) > 1
+    with_nvls = not has("nvls-off") and len({place for place in places if place[0] == host}) > 1
+    yield f"NVLS multicast support is {'' if with_nvls else 'not '}available on dev {gpu}"
+    for other, kind in (((mine + 1) % count, "send"), ((mine - 1) % count, "receive")):
+        if other != mine:
+            ends = (mine, other) if kind == "send" else (other, mine)
+            via = _via(cluster, host, gpu, places[other][0])
+            hop = " -> ".join(f"{end}[{places[end][1]}]" for end in ends)
+            yield f"Channel 00/0 : {hop} [{kind}] via {via}"
+    if with_nvls and not (several and cluster.nccl.transport == _RACK):
+        yield f"NVLS comm 0x5581 headRank {gpu} nHeads {cluster.gpus_per_node} memSize 2097152"
+    yield f"comm 0x5581 rank {mine} nranks {count} cudaDev {gpu} nvmlDev {gpu} busId {gpu}0 commId 0x1 - Init COMPLETE"
+
+
+def _network(cluster: Cluster) -> str:
+    name = "IB" if cluster.nccl.transport == _RACK else cluster.nccl.transport.partition("/")[2]
+    return "Socket" if cluster.faults.amount("net-socket") else name
+
+
+def _via(cluster: Cluster, host: str, gpu: int, other: str) -> str:
+    if host == other:
+        return "P2P/CUMEM"
+    if cluster.nccl.transport == _RACK:
+        return "P2P/MNNVL"
+    direct = "" if cluster.faults.amount("no-gdr", host) or cluster.faults.amount("net-socket") else "/GDRDMA"
+    return f"NET/{_network(cluster)}/{gpu}{direct}"
 
 
 # ---- in force --------------------------------------------------------------------------------------------------------

@@ -1,13 +1,20 @@
-"""NVML of a simulated node: the value of every query, from the description, the faults and what the GPUs do.
+"""The GPUs of a simulated node: what its processes share of each, and NVML's value of every query.
+
+A rank moves its GPU on; the node's sampler and NVML of any process read it. It is a file of numbers that all of them
+map.
 
 Values are those of an H100 with driver 580 (``tests/data/selftest``), with the NVLinks of the SKU's data sheet.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
+import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +26,6 @@ from pytest_gpucluster.node.health import sampler_process
 from pytest_gpucluster.node.nvml import NotAvailable, NvmlGpu
 from pytest_gpucluster.node.nvml_queries import NVLINK5_COUNTERS, NVLINK_COUNTERS, QUERIES
 from pytest_gpucluster.simulation.cluster import Cluster
-from pytest_gpucluster.simulation.machine import Machine
 
 FAULT_AFTER_SECONDS = 1.0
 """Simulated seconds of load until a fault appears that appears under load."""
@@ -44,6 +50,70 @@ _LOST = {
 }
 _SWITCH = ("switch", "00000000:00:00.0")
 """The other end of a link: the driver gives a switch's address as zeros."""
+
+
+_LOADED_SECONDS = 1.0
+"""How long a GPU counts as loaded after its last work, in real time: the host works in between."""
+
+
+class Machine(ctypes.Structure):
+    """The numbers of one GPU. :meth:`of` maps them.
+
+    Attributes:
+        host, index: where it is.
+        now: simulated seconds since the run began, as this GPU's rank sees them.
+        busy_seconds: for how many of them it has worked.
+        worked_at: when it last did, by this machine's monotonic clock.
+        load: how much of its full power that took, from 0 to 1.
+        group_bytes: memory of NCCL's communicators.
+        pid: the process of its rank; 0 before there is one.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("now", "busy_seconds", "worked_at", "load")),
+        *((name, ctypes.c_int64) for name in ("group_bytes", "pid")),
+    )
+    host: str
+    index: int
+    now: float
+    busy_seconds: float
+    worked_at: float
+    load: float
+    group_bytes: int
+    pid: int
+
+    @classmethod
+    def of(cls, folder: Path, host: str, index: int) -> Machine:
+        """Return a GPU of a host, whose numbers are in the folder of the simulated run."""
+        path = folder / host / f"gpu-{index}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(number, ctypes.sizeof(cls))
+        found = cls.from_buffer(mmap.mmap(number, ctypes.sizeof(cls)))
+        os.close(number)
+        found.host, found.index = host, index
+        return found
+
+    @property
+    def state(self) -> bytes:
+        """All numbers, and whether it works: what depends on no more is the same while these are."""
+        return bytes(self) + bytes([self.is_loaded])
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it works, or has until a moment ago."""
+        return 0 < time.monotonic() - self.worked_at < _LOADED_SECONDS
+
+    def work(self, seconds: float, load: float = 1.0) -> None:
+        """Let it work for simulated seconds, at this part of its full power."""
+        self.load, self.worked_at = load, time.monotonic()
+        self.busy_seconds += seconds
+        self.now += seconds
+
+    def take(self, pid: int) -> None:
+        """Make it the GPU of a rank, from a new beginning."""
+        ctypes.memset(ctypes.addressof(self), 0, ctypes.sizeof(self))
+        self.pid = pid
 
 
 @dataclass(frozen=True)

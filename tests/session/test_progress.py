@@ -5,7 +5,7 @@ tests/acceptance/test_acceptance_links.py those of the ranks of torchrun.
 
 import pytest
 
-from pytest_gpucluster.session.progress import PLAIN_SECONDS, Progress, progress_of
+from pytest_gpucluster.session.reporting import PLAIN_SECONDS, Progress, progress_of
 
 
 class Steps:

@@ -29,7 +29,7 @@ from pytest_gpucluster.node import sysfs
 from pytest_gpucluster.simulation.cluster import load, shipped
 from pytest_gpucluster.simulation.device import Exchange, Place, Simulated, World, calls, plant_in_training
 from pytest_gpucluster.simulation.faults import parse
-from pytest_gpucluster.simulation.machine import Machine
+from pytest_gpucluster.simulation.nvml import Machine
 from pytest_gpucluster.simulation.rates import Rates
 
 CPU = torch.device("cpu")

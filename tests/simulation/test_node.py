@@ -11,14 +11,14 @@ from pytest_gpucluster.node import kernel_log, name_resolution, network, nvml
 from pytest_gpucluster.node.fabric.nccl_advice import find_fabric
 from pytest_gpucluster.node.health import counters, telemetry
 from pytest_gpucluster.node.nvml import read_values
-from pytest_gpucluster.simulation import cluster, faults, machine, node
+from pytest_gpucluster.simulation import cluster, faults, node
 from pytest_gpucluster.simulation.nvml import SimulatedGpu, gpus_of
 
 
 @pytest.fixture(autouse=True)
 def load_lasts(monkeypatch):
     """Let a GPU count as loaded for longer than any test takes on a slow machine."""
-    monkeypatch.setattr(machine, "_LOADED_SECONDS", 600.0)
+    monkeypatch.setattr("pytest_gpucluster.simulation.nvml._LOADED_SECONDS", 600.0)
 
 
 @pytest.fixture
