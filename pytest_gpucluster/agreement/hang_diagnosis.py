@@ -217,7 +217,7 @@ def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing:
     stuck = {rank: where for rank, where in wheres.items() if rank in missing}
     for rank, where in stuck.items():
         if not where.pending:
-            found[rank] = Culprit(message=f"hangs {_place(where.stack.splitlines())}", text=where.describe())
+            found[rank] = Culprit(message=f"hangs {_place(where.stack)}", text=where.describe())
     if found or not stuck:
         return found
     return _left_behind(wheres, stuck)
@@ -284,15 +284,17 @@ def _describe(operation: Operation) -> str:
     return f"{operation.name} #{operation.sequence} of group {operation.group}"
 
 
-def _place(stack_lines: Sequence[str]) -> str:
+def _frames(stack: str) -> list[tuple[str, str]]:
+    """Return path, and "file:line in function", of each frame that Python's traceback or faulthandler has written."""
+    found = re.findall(r'File "([^"]*)", line (\d+),? in (.*)', stack)
+    return [(path, f"{path.rpartition('/')[2]}:{number} in {function}") for path, number, function in found]
+
+
+def _place(stack: str) -> str:
     """Return "at file:line in function" of the innermost frame, of those outside installed packages if there is one."""
-    frames = [line.strip() for line in stack_lines if line.strip().startswith("File ")]
-    own = [line for line in frames if "/site-packages/" not in line and "/lib/python" not in line]
-    if not frames:
-        return "outside of any collective"
-    file, _, rest = (own or frames)[-1][5:].partition(", line ")
-    number, _, function = rest.partition(", in ")
-    return f"at {file.strip(chr(34)).rpartition('/')[2]}:{number} in {function}"
+    frames = _frames(stack)
+    own = [place for path, place in frames if "/site-packages/" not in path and "/lib/python" not in path]
+    return f"at {(own or [place for _, place in frames])[-1]}" if frames else "outside of any collective"
 
 
 _PREFIX = "gpucluster-fault-"
@@ -342,6 +344,5 @@ def stack_location(text: str) -> str:
 
     faulthandler lists the main thread last, and each thread with its innermost frame first.
     """
-    last = text.rpartition("most recent call first):")[2]
-    frame = re.search(r'File "([^"]*)", line (\d+) in (.*)', last)
-    return f"{frame[1].rpartition('/')[2]}:{frame[2]} in {frame[3]}" if frame else ""
+    frames = _frames(text.rpartition("most recent call first):")[2])
+    return frames[0][1] if frames else ""

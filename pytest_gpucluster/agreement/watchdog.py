@@ -236,10 +236,6 @@ class Watch:
         if first.decode() == str(self._facts.rank):
             post_event(store, "absent", rank=self._facts.rank, number=number, message=message)
 
-    def end(self, abort: AbortReason) -> None:
-        """End the run, from the main thread."""
-        self._end(abort, broadcast=True)
-
     def agreed_to_end(self, abort: AbortReason) -> None:
         """Take over the reason that the verdict of an exchange has given to every rank."""
         with self._lock:
@@ -263,6 +259,7 @@ class Watch:
             self._pipe.restore()
         if not self._thread.is_alive():
             self._pipe.close()
+            self._siblings.close()
 
     def remove_left(self) -> None:
         """End the processes that dead siblings have started, and take away what is on this host's disk of them."""
@@ -319,7 +316,7 @@ class Watch:
 
     def _store_gone(self, error: Exception) -> None:
         where = f"{self._facts.master_addr}:{self._facts.master_port}"
-        self._end(
+        self.end(
             AbortReason(
                 name="store lost",
                 message=f"the rendezvous store at {where} is gone: the launcher's agent on the first node has ended",
@@ -332,7 +329,7 @@ class Watch:
     def _broken(self, error: Exception) -> None:
         message = f"the watcher of {self._names[self._facts.rank]} broke: {type(error).__name__}: {error}"
         text = "".join(traceback.format_exception(error))
-        self._end(AbortReason(name="internal error", message=message, exit=3, text=text), broadcast=True)
+        self.end(AbortReason(name="internal error", message=message, exit=3, text=text))
 
     # ---- what can happen -------------------------------------------------------------------------------------
 
@@ -349,7 +346,7 @@ class Watch:
         won = self._store.compare_set(f"lost/{rank}", "", str(self._facts.rank))
         if won.decode() == str(self._facts.rank):
             post_event(self._store, "lost", rank=rank, message=why)
-        self._end(self._loss(rank, why), broadcast=False)
+        self.end(self._loss(rank, why), broadcast=False)
 
     def _loss(self, rank: int, why: str) -> AbortReason:
         during = self._phase.label
@@ -361,7 +358,7 @@ class Watch:
         if signal.SIGINT in heard:
             who = self._names[self._facts.rank]
             message = f"interrupted (Ctrl-C) on {who} during {self._phase.label}"
-            self._end(AbortReason(name="interrupted", message=message, exit=2), broadcast=True)
+            self.end(AbortReason(name="interrupted", message=message, exit=2))
         elif self._terminated_at is None:
             self._terminated_at = time.monotonic()
 
@@ -370,10 +367,10 @@ class Watch:
         phase = self._phase
         if kind == "lost":
             self._lost.add(event["rank"])
-            self._end(self._loss(event["rank"], event["message"]), broadcast=False)
+            self.end(self._loss(event["rank"], event["message"]), broadcast=False)
         elif kind == "end":
             stuck = self._facts.rank in event["culprits"] and event["name"] == "rank stuck"
-            self._end(AbortReason.from_json(event), broadcast=False)
+            self.end(AbortReason.from_json(event), broadcast=False)
             if stuck:
                 self._aborted_at -= self._timeouts.terminate - 2.0
         elif kind == "overdue":
@@ -412,7 +409,7 @@ class Watch:
         self._on_beat()
         if self._facts.agent_store and os.getppid() != self._parent:
             message = f"the launcher's agent on {self._facts.hostname} (node_rank {self._facts.node_rank}) is gone"
-            self._end(AbortReason(name="agent lost", message=message, exit=11), broadcast=True)
+            self.end(AbortReason(name="agent lost", message=message, exit=11))
         ranks = self._heartbeats.ranks
         if not ranks:
             return
@@ -471,7 +468,7 @@ class Watch:
             self._process_ended(rank)
         if self.abort_reason is None and time.monotonic() - self._terminated_at > _LOST_BEFORE_TERM_SECONDS:
             message = f"ended by SIGTERM on {self._facts.hostname} during {self._phase.label}"
-            self._end(AbortReason(name="terminated", message=message, exit=2), broadcast=True)
+            self.end(AbortReason(name="terminated", message=message, exit=2))
 
     def _release(self, phase: WatchedPhase, reason: str) -> None:
         phase.release_reason = phase.release_reason or reason
@@ -510,7 +507,8 @@ class Watch:
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
-    def _end(self, abort: AbortReason, *, broadcast: bool) -> None:
+    def end(self, abort: AbortReason, *, broadcast: bool = True) -> None:
+        """End the run, from any thread. ``broadcast``: also on the other ranks, which do not know it yet."""
         with self._lock:
             if self.abort_reason is not None:
                 return
@@ -528,7 +526,7 @@ class Watch:
 
     def _end_at_once(self, abort: AbortReason) -> None:
         """Rank 0's own main thread is stuck: the watcher ends the run in its place."""
-        self._end(abort, broadcast=True)
+        self.end(abort)
         self._aborted_at -= self._timeouts.terminate
 
     def _answer_waits(self, abort: AbortReason) -> None:

@@ -170,10 +170,6 @@ class SweepPlan:
     port: int
     """Rendezvous port of the joint run, on the first survivor."""
 
-    def world_size(self, nnodes: int) -> int:
-        """Return the ranks on this number of nodes."""
-        return nnodes * self.per_node.gpus_per_node
-
     def seconds(self, nnodes: int) -> float:
         """Return the deadline of a run on this number of nodes."""
         return self.node_seconds if nnodes == 1 else self.joint_seconds

@@ -274,7 +274,7 @@ class JobScheduler(ABC):
                 self._running.remove(job)
                 folder, nnodes = folders.pop(job)
                 result, problem = read_result(job.reports)
-                world_size = plan.world_size(nnodes)
+                world_size = nnodes * plan.per_node.gpus_per_node
                 yield judge_run(folder.name, result, launcher, problem, nnodes=nnodes, world_size=world_size)
             if not ended:
                 time.sleep(_POLL_SECONDS)

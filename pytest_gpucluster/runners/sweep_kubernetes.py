@@ -304,7 +304,7 @@ class Kubernetes:
         stop_reason = pod.problem if pod.exit is None else ""
         hint = "; ".join(part for part in (problem if problem != stop_reason else "", log_problem) if part)
         launcher = LauncherExit(exit=code, seconds=seconds, stop_reason=stop_reason, log=str(log), hint=hint)
-        return judge_run(name, result, launcher, nnodes=nnodes, world_size=plan.world_size(nnodes))
+        return judge_run(name, result, launcher, nnodes=nnodes, world_size=nnodes * plan.per_node.gpus_per_node)
 
 
 def _no_answer(node: str, why: str) -> Outcome:

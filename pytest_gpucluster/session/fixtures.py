@@ -198,7 +198,13 @@ def gpucluster_limits(request: pytest.FixtureRequest) -> Thresholds:
 def gpucluster_inventory(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
     """What every rank reported of itself before the first test, in the order of ranks: rank, host, node_rank,
     local_rank, pid, gpu (None on cpu), versions."""
-    return _run(request).inventory()
+    from pytest_gpucluster.agreement.rendezvous import fetch_reports
+
+    run = _run(request)
+    who = run.roll.who
+    if len(who) < run.facts.world_size:
+        who = fetch_reports(run.stores.main, range(run.facts.world_size))
+    return [who[rank] for rank in sorted(who)]
 
 
 @pytest.fixture(scope="session")

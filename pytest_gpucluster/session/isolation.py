@@ -79,7 +79,14 @@ class Plan:
 
     def decide(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         """Take what the ranks saw in the last round, and say which groups of ranks are next; none: it is over."""
-        self.cut_short = self._why_not_taken(bodies)
+        # Nothing follows from a round for anybody's guilt where the run's end has cut off the ranks in a probe, or
+        # where the watchdog reports in place of a rank, as after any phase, that it is lost or cannot be released.
+        if self._run.abort_reason is not None:
+            self.cut_short = first_line(self._run.abort_reason.message)
+        else:
+            gone = [f"{self._run.names[rank]}: {body['message']}" for rank, body in bodies.items() if "outcome" in body]
+            unfit = [str(body["unfit"]) for body in bodies.values() if "unfit" in body]
+            self.cut_short = next(iter(gone + unfit), "")
         if not self.cut_short and self._round:
             self.planner.take([self._outcome(members, bodies) for members in self._round])
         self._round = () if self.cut_short else self.planner.next_round() or ()
@@ -89,14 +96,6 @@ class Plan:
         elif self.planner.repeats and now >= self._repeat_until:
             self._round = ()  # the rest is for a later search
         return {"groups": [self._ranks_of(members) for members in self._round]}
-
-    def _why_not_taken(self, bodies: Mapping[int, Mapping[str, Any]]) -> str:
-        """Return why nothing follows from a round for anybody's guilt, and no further round can be probed."""
-        if self._run.abort_reason is not None:  # it has cut off the ranks in a probe
-            return first_line(self._run.abort_reason.message)
-        # Reported by the watchdog in its place, as after any phase: it is lost, or cannot be released.
-        gone = [f"{self._run.names[rank]}: {body['message']}" for rank, body in bodies.items() if "outcome" in body]
-        return next(iter([*gone, *(str(body["unfit"]) for body in bodies.values() if "unfit" in body)]), "")
 
     @property
     def hosts(self) -> dict[int, str]:
@@ -313,9 +312,14 @@ class Isolator:
         for culprit in found.culprits:
             record.culprits |= {rank for unit in culprit.units for rank in plan.ranks[unit]}
         if found.culprits and record.outcome == "error":
-            # What could not be carried through is no mere breakdown any more: the faulty hardware is known.
+            # What could not be carried through is no mere breakdown any more: the faulty hardware is known. The
+            # terminal's summary counts the test among the failures, too, and not among the errors.
             record.outcome = "failed"
-            self._show_as_failure(record.test.nodeid)
+            reporter: Any = self._run.config.pluginmanager.get_plugin("terminalreporter")
+            errors = [] if reporter is None else reporter.stats.get("error", [])
+            for report in [one for one in errors if one.nodeid == record.test.nodeid and one.when == "call"]:
+                errors.remove(report)
+                reporter.stats.setdefault("failed", []).append(report)
         if failure is not None:
             failure.explain(record.message, text)
 
@@ -345,16 +349,6 @@ class Isolator:
         except (OSError, LaunchError) as error:
             return f"{EXCLUDE_FILE} could not be written: {error}"
         return str(path)
-
-    def _show_as_failure(self, nodeid: str) -> None:
-        """Let the terminal's summary count the test among the failures, and not among the errors."""
-        reporter = self._run.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None:
-            return
-        errors = reporter.stats.get("error", [])
-        for report in [one for one in errors if one.nodeid == nodeid and one.when == "call"]:
-            errors.remove(report)
-            reporter.stats.setdefault("failed", []).append(report)
 
     def _say(self, text: str) -> None:
         if self._run.rank == 0 and self._run.config.option.verbose >= 0:

@@ -191,14 +191,6 @@ class Phases:
 
     # ---- before and around a test ----------------------------------------------------------------------------
 
-    def refuses(self, item: pytest.Item) -> bool:
-        """Return whether the run has ended, so that this test must not start."""
-        watch = self._run.watch
-        if watch.abort_reason is None:
-            return False
-        item.session.shouldstop = watch.abort_reason.message
-        return True
-
     def started(self, item: pytest.Item) -> None:
         """Record that a test begins."""
         record = self._run.records[item.nodeid] = TestRecord(test=name_of(item))

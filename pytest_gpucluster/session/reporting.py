@@ -263,10 +263,6 @@ class TestReports:
         own = [(name, value) for name, value in report.user_properties if name != "gpucluster"]
         record.properties = unique([*record.properties, *own])
 
-    def is_folded(self, report: pytest.TestReport) -> bool:
-        """Return whether a report is shown with its test, and not alone."""
-        return any(report is kept for kept in self.failed_subtests)
-
     def is_error(self, report: pytest.TestReport) -> bool:
         """Return whether a failed call is an error of the run rather than a verdict about hardware."""
         if not report.failed:  # also of a subtest, which has no hash
@@ -296,8 +292,8 @@ class Console:
     """One session's terminal, as a plugin. Without one, and above rank 0, it prints nothing."""
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
-        self._config = config
-        self._run = run
+        self._config, self._run = config, run
+        config.pluginmanager.register(self, "gpucluster-console")
         self._begun: weakref.WeakKeyDictionary[pytest.TestReport, Row] = weakref.WeakKeyDictionary()
         """Reports whose line has begun with pytest's word."""
         self._printed: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()

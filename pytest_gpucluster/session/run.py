@@ -23,7 +23,7 @@ import pytest
 
 from pytest_gpucluster.agreement.exchange import AbortReason, Exchange
 from pytest_gpucluster.agreement.hang_diagnosis import FaultFile
-from pytest_gpucluster.agreement.rendezvous import RollCall, fetch_reports
+from pytest_gpucluster.agreement.rendezvous import RollCall
 from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.config.criteria_file import Manifest
@@ -316,13 +316,6 @@ class Run:
 
     # ---- during the run --------------------------------------------------------------------------------------
 
-    def inventory(self) -> list[Mapping[str, Any]]:
-        """Return what every rank reported of itself, in the order of ranks."""
-        who = self.roll.who
-        if len(who) < self.facts.world_size:
-            who = fetch_reports(self.stores.main, range(self.facts.world_size))
-        return [who[rank] for rank in sorted(who)]
-
     def send_cluster(self, who: Mapping[int, Mapping[str, Any]], problems: Collection[str] = ()) -> None:
         """Record what every rank has reported of itself, the limits in force and the environment."""
         keys = ("rank", "host", "local_rank", "node_rank", "pid", "gpu", "versions")
@@ -438,11 +431,6 @@ class Run:
             self.deviations.append(text)
             self.send({"type": "deviation", "text": text})
 
-    def beat(self) -> None:
-        """Show the recorder that this process is alive."""
-        if self.recorder is not None:
-            self.recorder.beat()
-
     def write_lines(self, lines: Iterable[str], **markup: bool) -> None:
         """Write lines between those of pytest, or to standard error where it writes none."""
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
@@ -518,11 +506,6 @@ class Run:
         for record in absent:
             self.records[record.test.nodeid] = record
             self.send(record.line())
-
-    def ended_by(self) -> str:
-        """Return what has ended the run before its last test; "" if nothing has."""
-        reason = self.abort_reason
-        return first_line(reason.message if reason is not None else self.stopped)
 
     def not_run(self) -> list[str]:
         """Return the tests that were collected and have not begun."""

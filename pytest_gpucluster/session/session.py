@@ -70,7 +70,6 @@ class Session:
         self._root = root_of(config)
         self._phases = Phases(run)
         self._console = Console(config, run)
-        config.pluginmanager.register(self._console, "gpucluster-console")
         self._to_run: list[tuple[str, str | None]] = []
         """Name and criterion of the tests that there is room for."""
         self._collection_errors: list[tuple[str, str]] = []
@@ -280,7 +279,8 @@ class Session:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Record the start of a test, or return True to leave it out because the run has ended."""
-        if self._phases.refuses(item):
+        if self._run.abort_reason is not None:
+            item.session.shouldstop = self._run.abort_reason.message
             return True
         self._phases.started(item)
         return None
@@ -318,7 +318,7 @@ class Session:
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Generator[None, Status, Status]:
         """Show what broke the run as an error, not as a failure of the hardware; begin a criterion's line."""
         status = yield
-        if self._phases.reports.is_folded(report):
+        if any(report is kept for kept in self._phases.reports.failed_subtests):  # shown with its test, and not alone
             return "", "", ""
         return self._console.status(report, BROKE if self._phases.reports.is_error(report) else status)
 

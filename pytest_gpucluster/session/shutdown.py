@@ -202,7 +202,7 @@ def write_end(run: Run) -> None:
         "reason": run.verdict.reason,
         "counts": {kind: outcomes.count(kind) for kind in ("passed", "failed", "error", "skipped")},
         "not_run": run.not_run(),
-        "ended_by": run.ended_by(),
+        "ended_by": first_line(run.stopped if run.abort_reason is None else run.abort_reason.message),
         "by": "rank 0",
     }
     error = run.recorder.finish(end, timeout=_MORE_SECONDS + reports_seconds(run.directory or Path()))

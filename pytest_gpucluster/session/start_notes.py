@@ -89,12 +89,8 @@ class Start:
         self._note = note
         self.is_over = False
         """The run itself watches from now on: SIGTERM is what it was before."""
-        self._update()
+        self.update()
         signal.signal(signal.SIGTERM, self._terminated)
-
-    def enter(self, phase: str) -> None:
-        """Note what this rank does now."""
-        self._update(phase=phase)
 
     def failed(self, error: BaseException) -> None:
         """Note why this rank fails. Rank 0 reports it; where that has ended, the first rank of its node that lives."""
@@ -103,7 +99,7 @@ class Start:
         kind = type(error).__name__
         message = first_line(str(error)) or kind
         message = message if ": " in message else f"{kind}: {message}"  # pytest's own exceptions name the cause already
-        self._update(error=message, text="".join(traceback.format_exception(error)))
+        self.update(error=message, text="".join(traceback.format_exception(error)))
         # Rank 0, if it is on this node, must have come as far as to handle SIGTERM: else there would be no report.
         until = time.monotonic() + _RANK_0_SECONDS
         is_here = self._file.parent.name == str(self._note.rank)  # local rank and rank are the same on its node
@@ -139,7 +135,7 @@ class Start:
             return False
         first = next((note.rank for note in notes if not note.failure()), None)
         if not self._note.error:
-            self._update(secondary=True)
+            self.update(secondary=True)
         if first == self._note.rank:
             self._report_failures()
         return True
@@ -162,12 +158,13 @@ class Start:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._note.pid and not self.is_over:
-            self._update(secondary=True)
+            self.update(secondary=True)
             self._report()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _update(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
+        """Change the note: what this rank does now, or how it fails."""
         self._note = replace(self._note, **changes)
         part = self._file.with_suffix(".part")
         try:
@@ -219,7 +216,7 @@ def begun(config: pytest.Config) -> Iterator[None]:
     except BaseException as error:
         start.failed(error)
         raise
-    start.enter("configuring pytest")
+    start.update(phase="configuring pytest")
 
 
 def _file_of_this_rank() -> Path | None:

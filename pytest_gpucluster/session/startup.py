@@ -63,7 +63,7 @@ class Startup:
         """
         self._refuse_restart()
         if self._start is not None:
-            self._start.enter(JOINING)
+            self._start.update(phase=JOINING)
             if self._run.rank == 0:
                 self._start.report = self._report_lost
         marked = pytest.MonkeyPatch()
@@ -225,7 +225,7 @@ class Startup:
             timeouts=run.timeouts,
             fault_file=run.fault_file.open(),
             on_abort=run.record_abort,
-            on_beat=run.beat,
+            on_beat=run.recorder.beat if run.recorder is not None else lambda: None,
             on_overtime=partial(shutdown.overtime, run),
             rehearsal=run.rehearsal,
         )

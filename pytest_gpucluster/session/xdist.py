@@ -138,7 +138,6 @@ class Controller:
         self._config = config
         self._run = run
         self._console = Console(config, run)
-        config.pluginmanager.register(self._console, "gpucluster-console")
         self._workers = workers
         self._tests: dict[str, _Parts] = {}
         self._collections: dict[int, Sequence[str]] = {}

@@ -95,11 +95,6 @@ class Machine(ctypes.Structure):
         return found
 
     @property
-    def state(self) -> bytes:
-        """All numbers, and whether it works: what depends on no more is the same while these are."""
-        return bytes(self) + bytes([self.is_loaded])
-
-    @property
     def is_loaded(self) -> bool:
         """Whether it works, or has until a moment ago."""
         return 0 < time.monotonic() - self.worked_at < _LOADED_SECONDS
@@ -158,12 +153,6 @@ class SimulatedGpu:
     def address(self) -> str:
         """Its PCI address, as the kernel writes it."""
         return gpu_address(self.machine.index)
-
-    @property
-    def known(self) -> NvmlGpu:
-        """What identifies it."""
-        pci = f"0000{self.address}".upper()
-        return NvmlGpu(index=self.machine.index, uuid=self.uuid, pci_bus_id=pci, name=self.cluster.gpu.name)
 
     def lost(self) -> str:
         """Return NVML's reason where the GPU does not answer any more; else ""."""
@@ -314,7 +303,8 @@ class SimulatedNvml:
         gpu = self._by_uuid.get(uuid)
         if gpu is None or gpu.lost():
             raise NotAvailable(f"{gpu.lost() if gpu else _LOST['xid79']} ({query})", "lost")
-        state = gpu.machine.state
+        # All numbers, and whether it works: what it shows is the same while these are.
+        state = bytes(gpu.machine) + bytes([gpu.machine.is_loaded])
         if self._values.get(uuid, (b"", {}))[0] != state:
             self._values[uuid] = state, gpu.values()
         values = self._values[uuid][1]
@@ -323,10 +313,11 @@ class SimulatedNvml:
         return values[query]
 
     def _identify(self, gpu: SimulatedGpu) -> NvmlGpu | None:
-        if not gpu.shows("xid79"):
-            return gpu.known
-        self._on_fall(gpu)
-        return None
+        if gpu.shows("xid79"):
+            self._on_fall(gpu)
+            return None
+        pci = f"0000{gpu.address}".upper()
+        return NvmlGpu(index=gpu.machine.index, uuid=gpu.uuid, pci_bus_id=pci, name=gpu.cluster.gpu.name)
 
 
 def gpus_of(cluster: Cluster, host: str, folder: Path) -> tuple[SimulatedGpu, ...]:

@@ -278,7 +278,7 @@ def test_a_thousand_ranks_take_a_verdict_and_a_record_of_a_size_that_travels():
         verdict = made.decide(all_well(made))
         longest = max(longest, len(json.dumps(verdict)))
     assert longest < 16_384
-    assert len(json.dumps(isolation.isolation_json(made.isolated(), made.names, seconds=1.0))) < 1_000_000
+    assert len(json.dumps(isolation.isolation_json(made.planner.finding(), made.names, seconds=1.0))) < 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_round_that_a_rank_could_not_take_part_in_counts_for_nothing(body, why
     bodies = {**all_well(made), 0: {"failure": "rank 0: connection closed by peer"}, 3: body}
     assert made.decide(bodies) == {"groups": []}
     assert made.cut_short == why
-    assert made.isolated().rounds == ()
+    assert made.planner.finding().rounds == ()
 
 
 def test_a_round_that_the_end_of_the_run_has_cut_off_counts_for_nothing():
@@ -319,13 +319,13 @@ def test_a_round_that_the_end_of_the_run_has_cut_off_counts_for_nothing():
     made.decide({})
     made._run.abort_reason = AbortReason(name="terminated", message="ended by SIGTERM", exit=2)
     assert made.decide({rank: {"failure": "released"} for rank in made._run.names}) == {"groups": []}
-    assert (made.cut_short, made.isolated().rounds) == ("ended by SIGTERM", ())
+    assert (made.cut_short, made.planner.finding().rounds) == ("ended by SIGTERM", ())
 
 
 def test_half_of_the_time_is_left_to_a_later_search_where_pairs_are_only_repeated():
     made = plan(nodes(4, ranks=2), seconds=3600.0)
     verdict = made.decide({})
-    while not made._planner.repeats:
+    while not made.planner.repeats:
         assert verdict["groups"]
         made._repeat_until = 0.0  # it is past the half all the time, and only repeated pairs mind
         verdict = made.decide(all_well(made))
