@@ -100,28 +100,21 @@ class PythonReleaser:
     """
 
     def __init__(self) -> None:
-        self._reason: str | None = None
+        self.reason: str | None = None
+        """Why the main thread is about to be released; None once it has come back."""
         self._main = threading.main_thread()
 
     def install(self) -> None:
         """Install the handler. Must be called in the main thread, and again when a test may have replaced it."""
         signal.signal(RELEASE_SIGNAL, self._raise)
 
-    def arm(self, reason: str) -> None:
-        """Say why the main thread is about to be released."""
-        self._reason = reason
-
-    def disarm(self) -> None:
-        """Forget a release that has not happened: the main thread has come back."""
-        self._reason = None
-
     def release(self) -> None:
         """Interrupt the main thread."""
-        if self._reason is not None and self._main.ident is not None:
+        if self.reason is not None and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, RELEASE_SIGNAL)
 
     def _raise(self, signum: int, frame: types.FrameType | None) -> None:
-        reason, self._reason = self._reason, None
+        reason, self.reason = self.reason, None
         if reason is not None:
             raise Released(reason)
 

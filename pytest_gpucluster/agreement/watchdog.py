@@ -186,14 +186,14 @@ class Watch:
         self._pipe.install()
         self.python.install()
         with self._lock:
-            self.python.disarm()
+            self.python.reason = None
             number = self._exchange.begin(label)
             self._phase = WatchedPhase(number=number, label=label, deadline_seconds=deadline_seconds)
         return number
 
     def leave(self) -> None:
         """The main thread has come back from the phase's body."""
-        self.python.disarm()
+        self.python.reason = None
         with self._lock:
             self._phase.in_body = False
 
@@ -481,7 +481,7 @@ class Watch:
                 return
             is_first = phase.number not in self._released
             reason = self._released.setdefault(phase.number, reason or phase.peer_message or phase.label)
-            self.python.arm(reason)
+            self.python.reason = reason
             releasers = list(self._releasers)
         self.python.release()
         if is_first:

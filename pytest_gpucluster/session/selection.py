@@ -54,8 +54,10 @@ def read_workload(
     """
     files: dict[Path, str] = {}
     for item in items:
-        if not _uses_fixture(item):
-            continue
+        known: Any = getattr(item, "_fixtureinfo", None)  # of functions only
+        definitions: Sequence[Any] = known.name2fixturedefs.get(FIXTURE) or () if known is not None else ()
+        if not definitions or definitions[-1].func.__module__ != "pytest_gpucluster.session.fixtures":
+            continue  # without the fixture, or with one of the same name from its conftest
         found = find(item.path.parent, root)
         if found is None:
             raise ThresholdsError(
@@ -71,13 +73,6 @@ def read_workload(
     for path in files:
         return load(path, profile=profile, overrides=overrides, name=_shown(path, root), small_training=small_training)
     return None
-
-
-def _uses_fixture(item: pytest.Item) -> bool:
-    """Return whether the test gets this plugin's own fixture, and not one of the same name from its conftest."""
-    known: Any = getattr(item, "_fixtureinfo", None)  # of functions only
-    definitions: Sequence[Any] = known.name2fixturedefs.get(FIXTURE) or () if known is not None else ()
-    return len(definitions) > 0 and definitions[-1].func.__module__ == "pytest_gpucluster.session.fixtures"
 
 
 def _shown(path: Path, root: Path) -> str:
@@ -186,9 +181,15 @@ class TrainingInputs:
             found.append(wrong)
         if self.reference_curve is not None:
             option = f"--gpucluster-reference-curve {self.reference_curve}"
-            found.append(
-                _problem(option, self.reference_curve, False) or _no_reference_curve(option, self.reference_curve)
-            )
+            wrong = _problem(option, self.reference_curve, False)
+            if not wrong:
+                from pytest_gpucluster.benchmarks.lora import reference_curve  # a run without one pays nothing
+
+                try:
+                    reference_curve.read(self.reference_curve)
+                except CurveError as error:
+                    wrong = f"{option}: {str(error).removeprefix(f'{self.reference_curve}: ')}"
+            found.append(wrong)
         return [problem for problem in found if problem]
 
 
@@ -249,16 +250,6 @@ def _problem(option: str, path: Path, is_folder: bool) -> str:
         # Each rank reads it, and reading a pipe would wait for its writer.
         return f"{option}: is a pipe or a device, and must be a file"
     return "" if os.access(path, os.R_OK | (os.X_OK if is_folder else 0)) else f"{option}: cannot be read"
-
-
-def _no_reference_curve(option: str, path: Path) -> str:
-    from pytest_gpucluster.benchmarks.lora import reference_curve  # a run without one pays nothing
-
-    try:
-        reference_curve.read(path)
-    except CurveError as error:
-        return f"{option}: {str(error).removeprefix(f'{path}: ')}"
-    return ""
 
 
 SCHEDULERS = ("slurm", "kubernetes")

@@ -60,7 +60,7 @@ def swallow_every_exception():
     ],
 )
 def test_python_code_that_hangs_is_ended_with_the_reason(releaser, blocked):
-    releaser.arm("not finished within 3 s")
+    releaser.reason = "not finished within 3 s"
     timer = later(releaser.release)
     begin = time.monotonic()
     with pytest.raises(Released, match=r"^not finished within 3 s$"):
@@ -72,15 +72,15 @@ def test_python_code_that_hangs_is_ended_with_the_reason(releaser, blocked):
 def test_nothing_is_raised_before_it_is_armed_or_once_the_main_thread_has_come_back(releaser):
     releaser.release()
     signal.raise_signal(RELEASE_SIGNAL)
-    releaser.arm("late")
-    releaser.disarm()
+    releaser.reason = "late"
+    releaser.reason = None
     releaser.release()
     signal.raise_signal(RELEASE_SIGNAL)  # one that was already on its way
 
 
 def test_one_release_raises_once_and_code_that_swallows_it_can_be_released_again(releaser):
     for reason in ("first", "second"):
-        releaser.arm(reason)
+        releaser.reason = reason
         with pytest.raises(Released, match=f"^{reason}$"):
             signal.raise_signal(RELEASE_SIGNAL)
         signal.raise_signal(RELEASE_SIGNAL)
@@ -93,7 +93,7 @@ def test_a_test_that_takes_the_signal_loses_it_when_the_handler_is_installed_aga
 
     signal.signal(RELEASE_SIGNAL, foreign)
     releaser.install()
-    releaser.arm("mine")
+    releaser.reason = "mine"
     with pytest.raises(Released, match=r"^mine$"):
         signal.raise_signal(RELEASE_SIGNAL)
 
