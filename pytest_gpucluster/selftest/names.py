@@ -7,13 +7,12 @@ where it is missing, is optional.
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 _FOLDERS = ("agreement", "benchmarks", "device", "node", "session")
@@ -84,7 +83,7 @@ def _dotted(node: ast.expr) -> str | None:
 def problem(use: Use) -> str:
     """Return what is wrong with a use here: the name is missing, or does not take the arguments; "" if nothing is."""
     try:
-        found = _resolve(use.name)
+        found = pkgutil.resolve_name(use.name)
     except (AttributeError, ImportError):
         return f"{use.name} is missing ({use.where})"
     if use.call is not None:
@@ -96,16 +95,3 @@ def problem(use: Use) -> str:
         except TypeError as error:
             return f"{use.name}: {error} ({use.where})"
     return ""
-
-
-def _resolve(name: str) -> Any:
-    """Raises: AttributeError, ImportError: it does not exist."""
-    root, *parts = name.split(".")
-    found: Any = importlib.import_module(root)
-    path = root
-    for part in parts:
-        path = f"{path}.{part}"
-        if not hasattr(found, part) and inspect.ismodule(found) and hasattr(found, "__path__"):
-            importlib.import_module(path)
-        found = getattr(found, part)
-    return found

@@ -98,10 +98,14 @@ def load_limits(settings: Settings) -> Thresholds:
 
 def environment_line(environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
     """Return the journal's line of the environment of one process: its system, and variables by name."""
+    try:
+        distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "an unnamed system")
+    except OSError:
+        distribution = "an unknown system"
     return {
         "type": "environment",
         "host": hostname,
-        "system": f"{_distribution()}, Linux {platform.release()}, {platform.machine()}",
+        "system": f"{distribution}, Linux {platform.release()}, {platform.machine()}",
         "cpus": os.cpu_count(),
         "variables": {
             name: value
@@ -133,13 +137,6 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def _distribution() -> str:
-    try:
-        return platform.freedesktop_os_release().get("PRETTY_NAME", "an unnamed system")
-    except OSError:
-        return "an unknown system"
 
 
 @dataclass(frozen=True, kw_only=True)

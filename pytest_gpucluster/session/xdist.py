@@ -39,12 +39,9 @@ from pytest_gpucluster.session.shutdown import call_verdict_hooks
 from pytest_gpucluster.session.startup import Startup
 from pytest_gpucluster.text import first_line
 
-SAMPLER = "gpucluster_sampler"
-"""The key of ``workerinput`` that names the node's sampler to a worker."""
-DIRECTORY = "gpucluster_directory"
-"""The key of ``workerinput`` that names the run's folder to a worker."""
 PROPERTY = "gpucluster"
-"""The one key of ``report.user_properties`` in which a worker's outcome travels, as plain JSON types."""
+"""The one key of ``report.user_properties`` in which a worker's outcome travels, as plain JSON types; of
+``workerinput``, with the run's folder and the node's sampler; of ``workeroutput``, with why no test can be run."""
 
 
 class Worker(Session):
@@ -183,10 +180,8 @@ class Controller:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Pass to a worker, before it is started, what the controller has started for all of them."""
-        if self._sampler:
-            node.workerinput[SAMPLER] = dict(self._sampler)
-        if self._run.directory is not None:
-            node.workerinput[DIRECTORY] = str(self._run.directory.resolve())
+        directory = str(self._run.directory.resolve()) if self._run.directory is not None else ""
+        node.workerinput[PROPERTY] = {"directory": directory, "sampler": dict(self._sampler)}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
@@ -443,10 +438,9 @@ def make_session(config: pytest.Config) -> Session | Controller:
     session: Session | Controller
     try:
         if worker is not None:
-            index, count = _index(worker["workerid"]), int(worker["workercount"])
-            place = WorkerPlace(index=index, count=count, directory=str(worker.get(DIRECTORY, "")))
-            run = Run(config, place=place)
-            run.monitor.use_sampler(worker.get(SAMPLER))
+            index, count, given = _index(worker["workerid"]), int(worker["workercount"]), worker.get(PROPERTY, {})
+            run = Run(config, place=WorkerPlace(index=index, count=count, directory=given.get("directory", "")))
+            run.monitor.use_sampler(given.get("sampler") or None)
             session = Worker(config, run)
         else:
             run = Run(config)

@@ -240,21 +240,19 @@ def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]
     if cluster.sku not in SKUS:
         document.fail(top["sku"][1], f"unknown SKU {cluster.sku!r}{did_you_mean(cluster.sku, SKUS)}")
         return None
-    return _with_faults(document, cluster, top["faults"][1]) if "faults" in top else cluster
-
-
-def _with_faults(document: Document, cluster: Cluster, node: Node) -> Cluster:
-    found: list[Fault] = []
-    for item in document.items(node):
-        text = document.text(item, "a fault")
+    if "faults" not in top:
+        return cluster
+    faults: list[Fault] = []
+    for item in document.items(top["faults"][1]):
+        written = document.text(item, "a fault")
         try:
-            if text is not None:
-                fault = parse(text)
+            if written is not None:
+                fault = parse(written)
                 cluster.with_faults([fault])
-                found.append(fault)
+                faults.append(fault)
         except OptionError as error:
             document.fail(item, str(error))
-    return replace(cluster, faults=Faults(tuple(found)))
+    return replace(cluster, faults=Faults(tuple(faults)))
 
 
 def _model(document: Document, node: Node, what: str, model: Any, base: Any) -> Any:

@@ -39,7 +39,12 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     from pytest_gpucluster.simulation.device import Simulated, World, calls, plant_in_training
 
     found = descriptions.load(what)
-    _require_room(found, facts)
+    if facts.nnodes > found.nodes or facts.local_world_size > found.gpus_per_node:
+        raise LaunchError(
+            f"{facts.nnodes} nodes with {facts.local_world_size} ranks each were launched, and the simulated cluster "
+            f"{found.name} has {found.nodes} nodes with {found.gpus_per_node} GPUs each. Start "
+            f"torchrun --nnodes={found.nodes} --nproc-per-node={found.gpus_per_node}, or name another shape"
+        )
     host = found.hosts[facts.node_rank]
     folder = _shared_folder(found, facts)
     machine = Machine.of(folder, host, facts.local_rank)
@@ -71,12 +76,3 @@ def _leave(folder: Path, users: int) -> None:
     except OSError:  # another rank is still there
         return
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _require_room(found: Cluster, facts: RankFacts) -> None:
-    if facts.nnodes > found.nodes or facts.local_world_size > found.gpus_per_node:
-        raise LaunchError(
-            f"{facts.nnodes} nodes with {facts.local_world_size} ranks each were launched, and the simulated cluster "
-            f"{found.name} has {found.nodes} nodes with {found.gpus_per_node} GPUs each. Start "
-            f"torchrun --nnodes={found.nodes} --nproc-per-node={found.gpus_per_node}, or name another shape"
-        )

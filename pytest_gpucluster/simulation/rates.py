@@ -84,7 +84,9 @@ class Rates:
             return self._published(metric, rows)
         if limit is not None and limit.min is not None:
             return Rate(value=limit.min * ABOVE_FLOOR, basis="floor")
-        return self._of_peak(metric)
+        peak = measurement.known(metric).peak
+        found = getattr(SKUS[self._cluster.sku].peaks, peak, None) if peak else None
+        return Rate(value=OF_PEAK * float(found) if found else 1.0, basis="data sheet")
 
     def _healthy(self, metric: str) -> list[Row]:
         rows = [
@@ -101,12 +103,6 @@ class Rates:
         value = stats.median([row.value for row in setting]) * (BELOW_BEST if rows[0].best else 1)
         checking = [row for row in rows if row not in setting]
         return Rate(value=value, basis="published" if checking else "one row", setting=setting, checking=checking)
-
-    def _of_peak(self, metric: str) -> Rate:
-        peaks = SKUS[self._cluster.sku].peaks
-        known = measurement.known(metric)
-        found = getattr(peaks, known.peak, None) if known.peak else None
-        return Rate(value=OF_PEAK * float(found) if found else 1.0, basis="data sheet")
 
 
 def _of_size(rows: Sequence[Row], n: int) -> list[Row]:
