@@ -242,7 +242,7 @@ def test_qwen2_lora_throughput(cluster, nodes, workload, telemetry, progress, me
 
 @pytest.mark.last
 @pytest.mark.training
-@pytest.mark.needs_gpu
+@pytest.mark.needs_hardware
 @pytest.mark.criterion("qwen2_lora")
 def test_qwen2_lora(given, nodes, reference_curve, workload, train):
     """Accepted: Qwen2-7B learns function calls with LoRA (rank 64, alpha 128, dropout 0.05, all seven linear layers,

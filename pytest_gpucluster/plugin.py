@@ -27,6 +27,7 @@ _MARKERS = (
     "needs_nodes(n): does not run with fewer than n nodes",
     "needs_local_ranks(n): does not run with fewer than n ranks on each node",
     "needs_gpu: does not run in a rehearsal on cpu",
+    "needs_hardware: does not run in a rehearsal on cpu, nor on a simulated cluster",
     "needs_peak(name): does not run where the data sheet of the GPU has no such peak, such as fp8_tflops",
     "needs_data(name): does not run without --gpucluster-data name=PATH",
     "needs_scheduler(name): does not run but in a job of this scheduler: slurm or kubernetes",

@@ -130,6 +130,7 @@ class Forecast:
             nodes=self._nodes,
             ranks_per_node=ranks,
             on_cpu=on_cpu,
+            is_simulated=settings.device == "simulated",
             data_sheet=lambda: limits.skus.get(sku or ""),
             data=frozenset(inputs.data),
             scheduler=allocation(os.environ).name,

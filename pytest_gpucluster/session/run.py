@@ -351,6 +351,7 @@ class Run:
             nodes=self.facts.nnodes,
             ranks_per_node=self.facts.world_size // self.facts.nnodes,
             on_cpu=self.rehearsal,
+            is_simulated=self.simulated,
             data_sheet=lambda: None if self.rehearsal else self.limits.skus.get(self.sku(self.gpu_name()) or ""),
             data=frozenset(data.key for data in self.settings.data),
             scheduler=self.facts.scheduler.name,

@@ -299,6 +299,7 @@ class Room:
     nodes: int
     ranks_per_node: int
     on_cpu: bool = False
+    is_simulated: bool = False
     data_sheet: Callable[[], Sku | None] = lambda: None
     """What is known of the GPUs, asked for where a test depends on it. None on cpu, and for an unknown GPU."""
     data: frozenset[str] = frozenset()
@@ -328,11 +329,13 @@ def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
             raise pytest.UsageError(f"{item.nodeid}: the marker {marker}(n) needs a whole number, not {need!r}")
         if found and have < need:
             return f"needs {need} {what}, and there {'is' if have == 1 else 'are'} {have}"
-    found, value = _value(item, "needs_gpu", "")
-    if value is not None:
-        raise pytest.UsageError(f"{item.nodeid}: the marker needs_gpu takes no value, and has {value!r}")
-    if found and room.on_cpu:
-        return "needs a GPU, and this is a rehearsal on cpu"
+    here = "a rehearsal on cpu" if room.on_cpu else "a simulated cluster" if room.is_simulated else ""
+    for marker, lacks in ("needs_gpu", room.on_cpu), ("needs_hardware", bool(here)):
+        found, value = _value(item, marker, "")
+        if value is not None:
+            raise pytest.UsageError(f"{item.nodeid}: the marker {marker} takes no value, and has {value!r}")
+        if found and lacks:
+            return f"needs a GPU, and this is {here}"
     for marker, allowed in _NAMES.items():
         found, name = _value(item, marker, "name")
         if found and name not in allowed:

@@ -267,7 +267,7 @@ SETTINGS = {
 def prepare(item):
     # So far as to look at the memory or the groups it needs no GPU.
     if item.callspec.params["fault"] in ("nomemory", "nolink", "nocurve"):
-        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "needs_gpu"]
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name not in ("needs_gpu", "needs_hardware")]
 
 
 def plant(fault, request):

@@ -151,6 +151,14 @@ def room(ranks=8, nodes=1, per_node=None, *, on_cpu=False, sku="H100 SXM"):
             "needs a GPU, and this is a rehearsal on cpu",
             id="no GPU",
         ),
+        pytest.param({"needs_hardware": marker()}, room(), None, id="hardware"),
+        pytest.param(
+            {"needs_hardware": marker()},
+            replace(room(), is_simulated=True),
+            "needs a GPU, and this is a simulated cluster",
+            id="a simulated GPU",
+        ),
+        pytest.param({"needs_gpu": marker()}, replace(room(), is_simulated=True), None, id="a simulated GPU will do"),
         pytest.param({"needs_peak": marker("fp8_tflops")}, room(), None, id="a peak"),
         pytest.param(
             {"needs_peak": marker(name="fp8_tflops")},
@@ -190,7 +198,7 @@ REFUSED = [
         for bad in (marker(), marker("2"), marker(2.0), marker(True), marker(m=2))
     ),
     ("needs_gpu", marker("H100"), "needs_gpu "),
-    ("needs_gpu", marker(False), "needs_gpu "),
+    ("needs_hardware", marker(False), "needs_hardware "),
     ("needs_peak", marker(), r"needs_peak\(name\) .* fp32_tflops, .*host_gb_per_second, not None$"),
     ("needs_peak", marker("fp8_tflop"), r"needs_peak\(name\) .* not 'fp8_tflop'; did you mean 'fp8_tflops'\?$"),
     ("needs_peak", marker(8), r"needs_peak\(name\) .* not 8$"),

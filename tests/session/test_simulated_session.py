@@ -18,6 +18,11 @@ SUITE = {
             assert cluster.hostname == f"gpu-0{cluster.node_rank}"
             measure("matmul.bf16.tflops", float(os.environ["TFLOPS"]), unit="TFLOPS", m=8192, n=8192, k=8192)
 
+        @pytest.mark.needs_hardware
+        @pytest.mark.criterion("of a real GPU")
+        def test_real(measure):
+            raise AssertionError("it has run")
+
         def test_released(cluster):
             assert cluster.rank == 0 or "FAILS" not in os.environ, "planted"
             cluster.barrier()
@@ -31,8 +36,8 @@ SUITE = {
 @pytest.mark.parametrize(
     ("variables", "end", "verdicts"),
     [
-        ({"TFLOPS": "750"}, ("SIMULATED", 0), ["passed", "passed", "passed"]),
-        ({"TFLOPS": "10", "FAILS": "1"}, ("REJECTED", 1), ["failure", "failure", "passed"]),
+        ({"TFLOPS": "750"}, ("SIMULATED", 0), ["passed", "skipped", "passed", "passed"]),
+        ({"TFLOPS": "10", "FAILS": "1"}, ("REJECTED", 1), ["failure", "skipped", "failure", "passed"]),
     ],
     ids=["healthy", "missed, and one rank fails before a barrier"],
 )
