@@ -94,12 +94,51 @@ def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):
     assert [str(fault) for fault in described.faults.all] == ["slow-gpu:gpu-01/1=20%"]
 
 
-@pytest.mark.parametrize(("free", "told"), [(1.44e9, False), (1.43e9, True), (None, False)])
-def test_too_little_memory_is_said_before_anything_is_started(tmp_path, monkeypatch, capfd, free, told):
+@pytest.mark.parametrize(
+    ("free", "words", "told"),
+    [
+        (1.44e9, ["--all"], ""),
+        (1.43e9, ["--all"], "1.4 GB of memory"),
+        (0.47e9, [], "0.48 GB of memory"),
+        (0.49e9, [], ""),
+        (1.43e9, ["--", "-k", "lora"], "1.4 GB of memory"),
+        (None, [], ""),
+    ],
+)
+def test_too_little_memory_is_said_before_anything_is_started(tmp_path, monkeypatch, capfd, free, words, told):
     monkeypatch.setattr(demo.Tree, "meminfo", lambda self, name: free)
     monkeypatch.setattr(demo, "_run_nodes", lambda *given: (SimpleNamespace(exit=0, line="the end"), ""))
-    assert main.main(["demo", "2x2xH100", f"--report-dir={tmp_path}"]) == 0
-    assert ("1.4 GB of memory" in " ".join(capfd.readouterr().err.split())) == told
+    assert main.main(["demo", "2x2xH100", f"--report-dir={tmp_path}", *words]) == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert told in said
+    assert ("of memory" in said) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_short"),
+    [
+        ([], True),
+        (["--", "-p", "no:logging"], True),
+        (["--all"], False),
+        (["--", "-k", "lora"], False),
+        (["--", "-mtraining"], False),
+        (["--", "acceptance"], False),
+    ],
+)
+def test_what_trains_for_minutes_is_left_out_unless_all_or_other_tests_are_asked_for(
+    tmp_path, monkeypatch, words, is_short
+):
+    taken = []
+
+    def run_nodes(*given):
+        taken.extend(given[-1])
+        return SimpleNamespace(exit=0, line="the end"), ""
+
+    monkeypatch.setattr(demo, "_run_nodes", run_nodes)
+    (tmp_path / "acceptance").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["demo", "2x2xH100", f"--report-dir={tmp_path}", *words]) == 0
+    assert (demo.SHORT in taken) == is_short
 
 
 def test_narration_says_what_happens_and_where_the_culprit_stands(run, tmp_path):
