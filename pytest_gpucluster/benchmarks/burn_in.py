@@ -151,7 +151,7 @@ class TimeSeries:
             slowdowns: names of throttle reasons that a healthy GPU does not have.
         """
         part = not self.is_complete
-        yield Value("burn_in.completed", self.completed, "ratio")
+        yield Value("burn_in.completed", self.completed, "ratio", record_only=True)
         if self.points:
             yield Value(f"matmul.{dtype}.tflops", self.tflops, "TFLOPS", record_only=part)
         if self.has_ends:
@@ -160,9 +160,9 @@ class TimeSeries:
             worst = max((telemetry[THROTTLE_SHARE].get(name, 0.0) for name in slowdowns), default=0.0)
             yield Value("burn_in.slowed", worst, "ratio", record_only=part)
         if TEMPERATURE in telemetry:
-            yield Value("burn_in.temperature", telemetry[TEMPERATURE][-1], "degC")
+            yield Value("burn_in.temperature", telemetry[TEMPERATURE][-1], "degC", record_only=True)
         if POWER in telemetry:
-            yield Value("burn_in.power", telemetry[POWER][1], "W")
+            yield Value("burn_in.power", telemetry[POWER][1], "W", record_only=True)
 
     @staticmethod
     def require_telemetry(telemetry: Mapping[str, Any], where: str) -> None:

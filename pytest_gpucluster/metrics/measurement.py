@@ -62,7 +62,7 @@ class Value(NamedTuple):
     metric: str
     value: float
     unit: str
-    record_only: bool = True
+    record_only: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,13 +202,13 @@ def readings(snapshot: HealthSnapshot) -> Iterator[Value]:
         # The limit is for a whole GPU; a slice has a part of its memory.
         yield Value("gpu.memory.total", total / 1e9, "GB", record_only=snapshot.is_slice)
     if free is not None:
-        yield Value("gpu.memory.free", 100 * free, "%")
+        yield Value("gpu.memory.free", 100 * free, "%", record_only=True)
     hottest = max(snapshot.loaded("temperature.gpu"), default=None)
     if hottest is not None:
-        yield Value("gpu.temperature", hottest, "degC")
+        yield Value("gpu.temperature", hottest, "degC", record_only=True)
     limit, default = snapshot.before.get("power.limit"), snapshot.before.get("power.limit.default")
     if limit is not None and default:
-        yield Value("gpu.power_limit", 100 * limit / default, "%")
+        yield Value("gpu.power_limit", 100 * limit / default, "%", record_only=True)
 
 
 def require_healthy(snapshot: HealthSnapshot, findings: Iterable[Finding]) -> None:
