@@ -19,6 +19,16 @@ def by(request):
     return accelerator(request.param)
 
 
+OF_A_GPU = (
+    "asynchronous synchronize side_stream on fork join cache_bytes reserved_bytes reset_peak peak_bytes pinned"
+    " make_current capability"
+)
+
+
+def test_a_gpu_does_not_take_over_what_is_so_on_the_host_only():
+    assert set(OF_A_GPU.split()) - set(vars(Cuda)) == set()
+
+
 def words(by):
     return torch.arange(WORDS, dtype=torch.int64, device=by.place)
 
