@@ -85,13 +85,16 @@ def _load(*paths: Path) -> Thresholds:
     limits: list[Limit] = []
     errors: list[str] = []
     names: set[str] = set()
+    defaults: dict[str, _Default] = {}
     for layer, path in enumerate(paths):
         name = "thresholds.yaml" if path == shipped_path() else str(path)
         if name in names:
             name = str(path.resolve())
         names.add(name)
-        reader = _Reader(name, layer, skus)
+        reader = _Reader(name, layer, skus, defaults)
         reader.read(path)
+        # A site's own floor does not switch off the comparison of its ranks; its conditions are its own.
+        defaults = {metric: replace(default, when=()) for metric, default in reader.defaults.items()}
         limits += reader.limits
         errors += reader.file.report()
     if errors:
@@ -115,12 +118,14 @@ class _Default:
 class _Reader:
     """Reads one file, collecting errors instead of stopping at the first."""
 
-    def __init__(self, name: str, layer: int, skus: dict[str, datasheets.Sku]) -> None:
+    def __init__(
+        self, name: str, layer: int, skus: dict[str, datasheets.Sku], defaults: Mapping[str, _Default]
+    ) -> None:
         self.file = Document(name)
         self.layer = layer
         self.skus = skus
         self.limits: list[Limit] = []
-        self.defaults: dict[str, _Default] = {}
+        self.defaults = dict(defaults)
 
     def read(self, path: Path) -> None:
         root = self.file.root(
