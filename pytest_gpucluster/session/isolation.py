@@ -32,7 +32,7 @@ from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, IsolationResult, O
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.metrics.units import parse
-from pytest_gpucluster.text import first_line, plural
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, one_line, plural
 
 if TYPE_CHECKING:
     from pytest_gpucluster.isolation.finding import Culprit
@@ -333,7 +333,7 @@ class Isolator:
         if record.outcome != "failed" or record.between_attempts or searched or not named:
             return
         if 2 * len(named) <= len(set(part_of.values())):
-            test = f"{record.test.nodeid}: {record.message}"
+            test = one_line(f"{record.test.nodeid}: {record.message}", 2 * MESSAGE_CHARACTERS)
             self._failed = {host_of[rank]: test for rank in sorted(record.culprits)} | self._failed
             self._exclude(*((None, None) if self._last is None else (self._last.plan, self._last.found)))
 

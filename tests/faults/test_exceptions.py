@@ -17,6 +17,7 @@ EXPECTED = {
     "with_a_session_fixture": f"failure: {RANK_1}: RuntimeError: broke what the session shares",
     "nan": f"error: matmul.bf16.tflops: the value is NaN on {RANK_1}",
     "huge": f"failure: {RANK_1}: RuntimeError: first words",
+    "surrogate": f"failure: {RANK_1}: RuntimeError: half a #xD800 character",
     "hostile": f"failure: {RANK_1}: Hostile: (its text cannot be read: ValueError)",
     "sys_exit": f"failure: {RANK_1}: SystemExit: 3",
     "alike_on_all_ranks": "failure: ranks 0-1: RuntimeError: the same everywhere",
