@@ -1,7 +1,4 @@
-"""Write docs/reference/reference.md: options, variables, markers, fixtures, hooks, metrics, exit codes, commands.
-
-python docs/reference.py
-"""
+"""The text of docs/reference/reference.md: options, markers, fixtures, hooks, metrics, exit codes, commands."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import ast
 import functools
 import inspect
 import re
+import runpy
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +26,8 @@ from pytest_gpucluster.node.health.xid_table import table as xid_table
 from pytest_gpucluster.plugin import HookSpecs
 from pytest_gpucluster.session import fixtures, options
 
-PAGE = Path(__file__).parent / "reference" / "reference.md"
 PACKAGE = Path(plugin.__file__).parent
+_table = runpy.run_path(str(Path(__file__).with_name("limits.py")), run_name="limits")["table"]
 
 VARIABLES = {
     "GPUCLUSTER_HOSTNAME": "replaces the host's name in every report. Set it to the node's name in a pod or a"
@@ -67,12 +65,25 @@ def page() -> str:
             *_variables(),
             *_nccl_variables(),
             *_xids(),
-            *_exit_codes(),
-            *_markers(),
-            *_fixtures(),
+            *_section(
+                "Exit codes",
+                "Those of a run. Each [command](#commands) lists its own.",
+                ("exit code", "verdict"),
+                ((str(code), text) for code, text in verdict.EXIT_CODES.items()),
+            ),
+            *_section(
+                "Markers",
+                "",
+                ("marker", "meaning"),
+                (
+                    (f"`{name}`", _outside_code(meaning.strip()))
+                    for name, _, meaning in (marker.partition(":") for marker in plugin._MARKERS)
+                ),
+            ),
+            *_section("Fixtures", "", ("fixture", "scope", "what it is"), _fixture_rows(fixtures)),
             *_hooks(),
             *_metrics(),
-            *_units(),
+            *_section("Units", "", ("dimension", "units"), _unit_rows()),
             *_skus(),
             *_commands(),
         ]
@@ -171,25 +182,6 @@ def variables_read() -> dict[str, list[str]]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and _OF_LAUNCHERS.fullmatch(node.value):
                 found.setdefault(node.value, set()).add(path.relative_to(PACKAGE).as_posix())
     return {name: sorted(modules) for name, modules in found.items()}
-
-
-def _exit_codes() -> Iterator[str]:
-    yield "## Exit codes\n"
-    yield "Those of a run. Each [command](#commands) lists its own.\n"
-    yield from _table(("exit code", "verdict"), ((str(code), text) for code, text in verdict.EXIT_CODES.items()))
-
-
-def _markers() -> Iterator[str]:
-    yield "## Markers\n"
-    texts = (marker.partition(":") for marker in plugin._MARKERS)
-    yield from _table(
-        ("marker", "meaning"), ((f"`{name}`", _outside_code(meaning.strip())) for name, _, meaning in texts)
-    )
-
-
-def _fixtures() -> Iterator[str]:
-    yield "## Fixtures\n"
-    yield from _table(("fixture", "scope", "what it is"), _fixture_rows(fixtures))
 
 
 def _hooks() -> Iterator[str]:
@@ -304,12 +296,9 @@ def _metrics() -> Iterator[str]:
     )
 
 
-def _units() -> Iterator[str]:
-    yield "## Units\n"
-    dimensions: dict[str, list[str]] = {}
-    for unit in units.UNITS.values():
-        dimensions.setdefault(unit.dimension, []).append(unit.symbol)
-    yield from _table(("dimension", "units"), ((name, _listed(symbols)) for name, symbols in dimensions.items()))
+def _unit_rows() -> Iterator[tuple[str, str]]:
+    for name in dict.fromkeys(unit.dimension for unit in units.UNITS.values()):
+        yield name, _listed(unit.symbol for unit in units.UNITS.values() if unit.dimension == name)
 
 
 def _skus() -> Iterator[str]:
@@ -328,7 +317,10 @@ def _skus() -> Iterator[str]:
     yield from _table(
         ("SKU", *(f"{name} ({unit})" for name, unit in datasheets.PEAK_UNITS.items())),
         (
-            (name, *(_figure(getattr(sku.peaks, peak)) for peak in datasheets.PEAK_UNITS))
+            (
+                name,
+                *("" if (peak := getattr(sku.peaks, each)) is None else f"{peak:g}" for each in datasheets.PEAK_UNITS),
+            )
             for name, sku in limits.skus.items()
             if sku.peaks is not None
         ),
@@ -355,20 +347,11 @@ def _attributes(of: type) -> Iterator[tuple[str, str]]:
             yield ast.unparse(node.target), _one_paragraph(str(ast.literal_eval(after.value)))
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield _row(header)
-    yield _row(["---"] * len(header))
-    for row in rows:
-        yield _row(row)
-    yield ""
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"
+def _section(title: str, text: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"## {title}\n"
+    if text:
+        yield f"{text}\n"
+    yield from _table(header, rows)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -382,7 +365,3 @@ def _outside_code(text: str) -> str:
 
 def _one_paragraph(text: str) -> str:
     return " ".join(text.replace("``", "`").split())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
