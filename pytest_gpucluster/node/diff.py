@@ -233,23 +233,20 @@ class FactComparison:
 
 def compare_nodes(nodes: Mapping[str, NodeInfo]) -> tuple[FactComparison, ...]:
     """Compare each fact over all nodes, by name. A known and an unknown value differ."""
-    return tuple(_compare(name, fact, nodes) for name, fact in FACTS.items())
-
-
-def _compare(name: str, fact: Fact, nodes: Mapping[str, NodeInfo]) -> FactComparison:
-    groups: list[tuple[Any, list[str]]] = []
-    for node, info in sorted(nodes.items()):
-        value = _read(fact, info)
-        members = next((members for known, members in groups if _same(fact, known, value)), None)
-        if members is None:
-            groups.append((value, [node]))
-        else:
-            members.append(node)
-    groups.sort(key=lambda group: (-len(group[1]), group[1]))
-    return FactComparison(
-        name=name,
-        groups=tuple(Group(value=value, text=format_value(fact, value), nodes=tuple(nodes)) for value, nodes in groups),
-    )
+    compared = []
+    for name, fact in FACTS.items():
+        groups: list[tuple[Any, list[str]]] = []
+        for node, info in sorted(nodes.items()):
+            value = _read(fact, info)
+            members = next((members for known, members in groups if _same(fact, known, value)), None)
+            if members is None:
+                groups.append((value, [node]))
+            else:
+                members.append(node)
+        groups.sort(key=lambda group: (-len(group[1]), group[1]))
+        found = (Group(value=value, text=format_value(fact, value), nodes=tuple(some)) for value, some in groups)
+        compared.append(FactComparison(name=name, groups=tuple(found)))
+    return tuple(compared)
 
 
 def _same(fact: Fact, one: Any, other: Any) -> bool:

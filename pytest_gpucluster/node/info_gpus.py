@@ -18,7 +18,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.nvml import NotAvailable, Nvml, open_nvml
+from pytest_gpucluster.node.nvml import Nvml, open_nvml, read_values
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Output, Process, find_process, run_program
 from pytest_gpucluster.node.sysfs import Tree, pci_address
@@ -54,10 +54,9 @@ def query_gpus(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], 
         missing: dict[str, str] = {}
         for key, query in QUERIES.items():
             write({"query": f"{query} of GPU {gpu.index}"})
-            try:
-                values[key] = nvml.read(gpu.uuid, query)
-            except NotAvailable as error:
-                values[key], missing[key] = None, str(error)
+            found = read_values(nvml, gpu.uuid, {key: query})
+            values[key] = found.get(key)
+            missing |= {name: why.reason for name, why in found.missing.items()}
         write({"gpu": {**values, "not_available": missing}})
     write({"why_not": ""})
 
@@ -85,23 +84,19 @@ def read_gpus(child: Output, find_process: Callable[[int], Process] = find_proce
         if "query" in answer:
             query = answer["query"]
         elif "gpu" in answer:
-            result["gpus"].append(_with_owners(answer["gpu"], find_process))
+            gpu = answer["gpu"]
+            found = [(find_process(pid), used) for pid, used in gpu["processes"] or ()]
+            owners = [
+                {"pid": one.pid, "memory_bytes": used, "user": one.user or None, "command": one.command or None}
+                for one, used in found
+            ]
+            result["gpus"].append({**gpu, "processes": None if gpu["processes"] is None else owners})
         else:
             result |= answer
     if result["why_not"] is None:
         why = child.why_not or "the child that queries NVML exited early"
         result["why_not"] = f"{why}; its last query was {query}" if child.text else why
     return result
-
-
-def _with_owners(gpu: dict[str, Any], find_process: Callable[[int], Process]) -> dict[str, Any]:
-    if gpu["processes"] is not None:
-        found = [(find_process(pid), used) for pid, used in gpu["processes"]]
-        gpu["processes"] = [
-            {"pid": one.pid, "memory_bytes": used, "user": one.user or None, "command": one.command or None}
-            for one, used in found
-        ]
-    return gpu
 
 
 def write_line(line: dict[str, Any]) -> None:

@@ -41,18 +41,13 @@ class SystemResolver:
 
     def reverse(self, address: str) -> str:
         """Return the name of an address, in the form that the store sees. Raises: OSError if it has none."""
-        return socket.getnameinfo((store_form(address), 0), socket.NI_NAMEREQD)[0]
+        if ":" not in address and socket.has_dualstack_ipv6():
+            address = f"::ffff:{address}"
+        return socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
 
 
 SYSTEM = SystemResolver()
 """The resolver that is asked. The simulation and tests replace it."""
-
-
-def store_form(address: str) -> str:
-    """Return an address as the store's socket has it: IPv4 mapped to IPv6, where this host has IPv6."""
-    if ":" in address or not socket.has_dualstack_ipv6():
-        return address
-    return f"::ffff:{address}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
@@ -54,7 +53,9 @@ def unlisted_gpus(listed: Iterable[str], tree: Tree | None = None) -> tuple[PciG
     tree = tree or Tree()
     os.listdir(tree.path(PCI_DEVICES))
     known = {pci_address(address) for address in listed}
-    return tuple(_state(tree, name) for name in gpus_on_bus(tree) if pci_address(name) not in known)
+    unlisted = [name for name in gpus_on_bus(tree) if pci_address(name) not in known]
+    states = [_state(tree, name) for name in unlisted]
+    return tuple(PciGpu(address=n, state=state, detail=why) for n, (state, why) in zip(unlisted, states, strict=True))
 
 
 def gpus_on_bus(tree: Tree) -> list[str]:
@@ -68,41 +69,35 @@ def gpus_on_bus(tree: Tree) -> list[str]:
     return [name for name in tree.entries(PCI_DEVICES) if is_gpu(f"{PCI_DEVICES}/{name}")]
 
 
-def _state(tree: Tree, address: str) -> PciGpu:
+def _state(tree: Tree, address: str) -> tuple[State, str]:
     folder = f"{PCI_DEVICES}/{address}"
     try:
         with tree.path(f"{folder}/config").open("rb", buffering=0) as config:  # to read 4 bytes only from the device
             begin = config.read(4)
     except OSError as error:
-        detail = f"its PCI configuration cannot be read: {error.strerror or error}"
-        return PciGpu(address=address, state="dead", detail=detail)
+        return "dead", f"its PCI configuration cannot be read: {error.strerror or error}"
     if begin == b"\xff" * 4:
-        return PciGpu(address=address, state="dead", detail="its PCI configuration reads as all ones")
+        return "dead", "its PCI configuration reads as all ones"
     bound = tree.target(f"{folder}/driver")
     if bound is None:
-        return PciGpu(address=address, state="no driver", detail="no driver is bound to it")
+        return "no driver", "no driver is bound to it"
     if bound != "nvidia":
-        return PciGpu(address=address, state="elsewhere", detail=f"the driver {bound} has it")
+        return "elsewhere", f"the driver {bound} has it"
     # N of /dev/nvidiaN. Source: NVIDIA driver README, "The /proc interface": ``Device Minor: 3``.
     information = tree.text(f"{DRIVER}/{address}/information") or ""
     minor = re.search(r"^Device Minor:\s*(\d+)\s*$", information, re.MULTILINE)
     if minor is not None:
-        return _opened(address, tree.path(f"/dev/nvidia{minor[1]}"))
+        node = tree.path(f"/dev/nvidia{minor[1]}")
+        try:  # which fails for a GPU that the driver could not initialise
+            os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        except OSError as error:
+            hidden = error.errno in (errno.ENOENT, errno.EPERM, errno.EACCES)
+            return "hidden" if hidden else "dead", f"{node}: {error.strerror or error}"
+        return "answers", f"{node} can be opened"
     # Newer container runtimes mount over another file of the driver, which hides no GPU.
     if any(f"{mount.point}/".startswith(f"{DRIVER}/") or mount.point == _DRIVER_FOLDER for mount in tree.mounts()):
-        return PciGpu(address=address, state="hidden", detail="this container does not show it")
-    return PciGpu(address=address, state="dead", detail="the driver is bound to it and does not list it")
-
-
-def _opened(address: str, node: Path) -> PciGpu:
-    """Open the GPU's device file, which fails for a GPU that the driver could not initialise."""
-    try:
-        os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
-    except OSError as error:
-        hidden = error.errno in (errno.ENOENT, errno.EPERM, errno.EACCES)
-        detail = f"{node}: {error.strerror or error}"
-        return PciGpu(address=address, state="hidden" if hidden else "dead", detail=detail)
-    return PciGpu(address=address, state="answers", detail=f"{node} can be opened")
+        return "hidden", "this container does not show it"
+    return "dead", "the driver is bound to it and does not list it"
 
 
 MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
@@ -216,10 +211,13 @@ def redirects(config: bytes) -> tuple[str, ...]:
     """
     if _port_type(config) != _DOWNSTREAM:
         return ()
-    for place in _extended(config):
-        if _word(config, place) & 0xFFFF == _ACS:
+    place, seen = _FIRST_EXTENDED, set[int]()
+    while place >= _FIRST_EXTENDED and place not in seen and (head := _word(config, place)):
+        if head & 0xFFFF == _ACS:
             control = _word(config, place + 4) >> 16
             return tuple(name for bit, name in REDIRECTS.items() if control & bit)
+        seen.add(place)
+        place = head >> 20
     return ()
 
 
@@ -230,15 +228,6 @@ def _port_type(config: bytes) -> int | None:
             return _byte(config, place + 2) >> _TYPE_SHIFT
         place, left = _byte(config, place + 1), left - 1
     return None
-
-
-def _extended(config: bytes) -> list[int]:
-    places: list[int] = []
-    place = _FIRST_EXTENDED
-    while place >= _FIRST_EXTENDED and place not in places and _word(config, place):
-        places.append(place)
-        place = _word(config, place) >> 20
-    return places
 
 
 def _byte(config: bytes, place: int) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pytest_gpucluster.metrics.finding import Finding, finding
 from pytest_gpucluster.node.sysfs import Tree
@@ -37,29 +37,27 @@ class Process:
         return f"pid {self.pid} of user {self.user or 'unknown'} ({self.command or 'no command'})"
 
 
-def find_process(pid: int, proc: Path | None = None) -> Process:
-    """Look a process up in ``proc``, by default /proc.
+def find_process(pid: int, tree: Tree | None = None) -> Process:
+    """Look a process up in the process table.
 
     Source: proc_pid_status(5), proc_pid_cmdline(5), proc_pid_comm(5).
     """
-    folder = (proc or Tree().path("/proc")) / str(pid)
-    try:
-        status = (folder / "status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    tree = tree or Tree()
+    status = tree.text(f"/proc/{pid}/status")
+    if status is None:
         return Process(pid=pid, known=False)
-    uid = next((line.split()[1] for line in status.splitlines() if line.startswith("Uid:")), "")
-    return Process(pid=pid, user=_user_name(int(uid)) if uid.isdecimal() else "", command=_command(folder))
-
-
-def _command(folder: Path) -> str:
-    try:
-        words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-        # A zombie has a name but no command line.
-        words = words or (folder / "comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-    words = " ".join(words.split())
-    return words if len(words) <= _LONGEST_COMMAND else f"{words[:_LONGEST_COMMAND]}..."
+    uid = re.search(r"^Uid:\s*(\d+)", status, re.MULTILINE)
+    user = ""
+    if uid is not None:
+        try:
+            user = pwd.getpwuid(int(uid[1])).pw_name
+        except KeyError:
+            user = f"uid {uid[1]}"
+    # A zombie has a name but no command line.
+    command = (tree.text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip() or tree.text(f"/proc/{pid}/comm")
+    command = " ".join((command or "").split())
+    more = "..." if len(command) > _LONGEST_COMMAND else ""
+    return Process(pid=pid, user=user, command=command[:_LONGEST_COMMAND] + more)
 
 
 def stale_process_findings(
@@ -87,13 +85,6 @@ def stale_process_findings(
             allowed="this job's ranks only",
             remedy="kill it, and let the epilog kill processes of ended jobs",
         )
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
 
 
 ANSWER_SECONDS = 5.0

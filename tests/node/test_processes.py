@@ -14,6 +14,7 @@ from pytest_gpucluster.node.processes import (
     run_program,
     stale_process_findings,
 )
+from pytest_gpucluster.node.sysfs import Tree
 
 
 def test_a_process_has_its_user_and_command():
@@ -25,18 +26,18 @@ def test_a_process_has_its_user_and_command():
 
 
 def test_a_process_that_this_host_does_not_show_says_so(tmp_path):
-    who = find_process(4711, proc=tmp_path)
+    who = find_process(4711, Tree(root=tmp_path))
     assert who == Process(pid=4711, known=False)
     assert in_order(str(who), "pid 4711")
 
 
 def test_a_zombie_has_its_name_and_an_unknown_user_its_number(tmp_path):
-    folder = tmp_path / "7"
-    folder.mkdir()
+    folder = tmp_path / "proc" / "7"
+    folder.mkdir(parents=True)
     (folder / "status").write_text("Name:\tpython\nState:\tZ (zombie)\nUid:\t3999999999\t0\t0\t0\n")
     (folder / "cmdline").write_bytes(b"")
     (folder / "comm").write_text("python\n")
-    assert str(find_process(7, proc=tmp_path)) == "pid 7 of user uid 3999999999 (python)"
+    assert str(find_process(7, Tree(root=tmp_path))) == "pid 7 of user uid 3999999999 (python)"
 
 
 def test_an_answer_is_what_was_printed():

@@ -27,7 +27,7 @@ from pytest_gpucluster.node.health.telemetry import (
     summary,
     validated,
 )
-from pytest_gpucluster.node.nvml import NotAvailable, Nvml, read_values
+from pytest_gpucluster.node.nvml import Nvml, read_values
 
 EACH_SAMPLE = ("sm_clock_mhz", THROTTLE)
 IN_TURN = tuple(key for key in QUERIES if key not in EACH_SAMPLE)
@@ -328,23 +328,18 @@ class GpuSampler:
         """Read one key; return False if the GPU is lost."""
         assert self._nvml is not None
         self._pace.current = self, key, time.monotonic()
-        try:
-            self._read[key] = validated(key, self._nvml.read(self._uuid, QUERIES[key]))
-        except NotAvailable as error:
-            why, kind = str(error) or "not available", error.kind
-        except Exception as error:  # bindings and drivers fail in many ways; the reason is reported
-            why, kind = f"{type(error).__name__}: {error}", "failed"
-        else:
-            return True
-        with self._condition:
-            self._pace.current = None
-            present = [window for window in self._reading_for if window in self.windows]
-            if kind == "lost":
-                self._fail_all(why)
-                for window in present:
-                    window.lost = why
-            else:
-                (self._unsupported if kind in _PERMANENT else self._failed)[key] = why
-                for window in present:
-                    window.miss(key, why)
-        return kind != "lost"
+        found = read_values(self._nvml, self._uuid, {key: QUERIES[key]}, validated)
+        self._read |= found.values
+        for why in found.missing.values():
+            with self._condition:
+                self._pace.current = None
+                present = [window for window in self._reading_for if window in self.windows]
+                if found.lost:
+                    self._fail_all(why.reason)
+                    for window in present:
+                        window.lost = why.reason
+                else:
+                    (self._unsupported if why.kind in _PERMANENT else self._failed)[key] = why.reason
+                    for window in present:
+                        window.miss(key, why.reason)
+        return not found.lost
