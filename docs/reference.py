@@ -114,38 +114,33 @@ def _options() -> Iterator[str]:
 
 
 def _timeouts() -> Iterator[str]:
-    yield "## Timeouts\n"
-    yield "Seconds, for `--gpucluster-timeouts NAME=SECONDS,...`.\n"
-    meanings = dict(_attributes(options.Timeouts))
-    fields = options.Timeouts.__dataclass_fields__.values()
-    yield from _table(
-        ("name", "default", "meaning"), ((f"`{f.name}`", f"{f.default:g}", meanings[f.name]) for f in fields)
-    )
+    fields = options.Timeouts.__dataclass_fields__
+    rows = ((f"`{name}`", f"{fields[name].default:g}", meaning) for name, meaning in _attributes(options.Timeouts))
+    text = "Seconds, for `--gpucluster-timeouts NAME=SECONDS,...`."
+    yield from _section("Timeouts", text, ("name", "default", "meaning"), rows)
 
 
 def _variables() -> Iterator[str]:
-    yield "## Environment variables\n"
-    yield "In addition to those of the options above:\n"
-    yield from _table(("variable", "meaning"), ((f"`{name}`", text) for name, text in VARIABLES.items()))
-    yield "## Variables of launchers\n"
-    yield (
+    text = "In addition to those of the options above:"
+    rows = [(f"`{name}`", meaning) for name, meaning in VARIABLES.items()]
+    yield from _section("Environment variables", text, ("variable", "meaning"), rows)
+    text = (
         "Variables of launchers and schedulers that are read, and the modules that do so."
         " [how-it-works.md](../how-it-works.md#without-torchrun) lists those that give a process its rank. NCCL's own"
-        " are [below](#nccl-variables).\n"
+        " are [below](#nccl-variables)."
     )
-    yield from _table(
-        ("variable", "read by"), ((f"`{name}`", _listed(modules)) for name, modules in sorted(variables_read().items()))
-    )
+    rows = [(f"`{name}`", _listed(modules)) for name, modules in sorted(variables_read().items())]
+    yield from _section("Variables of launchers", text, ("variable", "read by"), rows)
 
 
 def _nccl_variables() -> Iterator[str]:
-    yield "## NCCL variables\n"
-    yield (
+    text = (
         "What `test_nccl_environment` knows about variables of NCCL, UCX and CUDA. NCCL reads a flag as a number:"
         " `NCCL_IB_DISABLE=true` means 0. A blank before `=` in a file makes another name of it."
-        " [network.md](../network.md#variables) has what to set by fabric.\n"
+        " [network.md](../network.md#variables) has what to set by fabric."
     )
-    yield from _table(("variable", "what it does"), ((f"`{name}`", rule.does) for name, rule in sorted(RULES.items())))
+    rows = ((f"`{name}`", rule.does) for name, rule in sorted(RULES.items()))
+    yield from _section("NCCL variables", text, ("variable", "what it does"), rows)
 
 
 def _xids() -> Iterator[str]:
