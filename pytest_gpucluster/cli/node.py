@@ -93,7 +93,7 @@ def _diff(options: argparse.Namespace) -> int:
     if not found.nodes:
         code = cli.NO_INPUT
     cli.write_outputs(
-        lambda: diff.diff_table(found, compared, width=cli.columns(60)),
+        lambda: "".join(f"{line.rstrip()}\n" for line in diff.diff_lines(found, compared, width=cli.columns(60))),
         ("--json", options.json, lambda: diff.diff_document(found, compared, exit_code=code)),
     )
     if not found.nodes:

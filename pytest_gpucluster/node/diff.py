@@ -259,11 +259,6 @@ DIFF_SCHEMA_VERSION = 1
 _CELL_CHARACTERS = 400
 
 
-def diff_table(answers: Answers, compared: Sequence[FactComparison], *, width: int) -> str:
-    """Return the comparison as text, problems first. Lines are up to ``width`` wide, but for a longer name."""
-    return "".join(f"{line.rstrip()}\n" for line in _lines(answers, compared, width))
-
-
 def diff_document(answers: Answers, compared: Sequence[FactComparison], *, exit_code: int) -> str:
     """Return the comparison as one JSON object, whose keys are in docs/nodes.md."""
     plain = {
@@ -286,7 +281,8 @@ def diff_document(answers: Answers, compared: Sequence[FactComparison], *, exit_
     return json.dumps(plain, indent=2) + "\n"
 
 
-def _lines(answers: Answers, compared: Sequence[FactComparison], width: int) -> Iterator[str]:
+def diff_lines(answers: Answers, compared: Sequence[FactComparison], *, width: int) -> Iterator[str]:
+    """Yield the comparison as text, problems first. Lines are up to ``width`` wide, but for a longer name."""
     different = [fact for fact in compared if not fact.alike]
     if answers.missing:
         yield "without an answer:"

@@ -96,19 +96,6 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: int = 1
 
-    def lines(self, width: int) -> list[str]:
-        """Return the lines, none without a row; the widest cells are shortened until they fit."""
-        heads = [Column(title=title, is_right=at >= self.left) for at, title in enumerate(self.titles)]
-        cells = [[clean(cell) for cell in row] for row in [self.titles, *self.rows]]
-        wide = widths(cells)
-        while total(wide) > width - 2:
-            wide[wide.index(max(wide))] -= 1
-        return [
-            "  " + line_of([shortened(cell, most) for cell, most in zip(row, wide, strict=True)], heads, wide)
-            for row in cells
-            if self.rows
-        ]
-
 
 Item = tuple[str, str] | Table | str
 """A fact, a table, or a paragraph."""
@@ -254,6 +241,12 @@ def render_info(info: Info, *, width: int) -> str:
 
 
 def _lines(item: Item, width: int) -> list[str]:
-    if isinstance(item, Table):
-        return item.lines(width)
-    return paragraph(item, width) if isinstance(item, str) else fact(*item, width, key_columns=_KEY_COLUMNS)
+    if not isinstance(item, Table):
+        return paragraph(item, width) if isinstance(item, str) else fact(*item, width, key_columns=_KEY_COLUMNS)
+    heads = [Column(title=title, is_right=at >= item.left) for at, title in enumerate(item.titles)]
+    cells = [[clean(cell) for cell in row] for row in [item.titles, *item.rows]]
+    wide = widths(cells)
+    while total(wide) > width - 2:  # the widest cells are shortened until they fit
+        wide[wide.index(max(wide))] -= 1
+    short = ([shortened(cell, most) for cell, most in zip(row, wide, strict=True)] for row in cells)
+    return ["  " + line_of(row, heads, wide) for row in short] if item.rows else []
