@@ -140,8 +140,6 @@ IPC_LOCK = 14
 """Number of the capability by which a process may lock any amount of memory. Source: capabilities(7); Linux kernel,
 include/uapi/linux/capability.h, CAP_IPC_LOCK."""
 
-_NAMES = {"nofile": "Max open files", "memlock": "Max locked memory", "nproc": "Max processes"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
@@ -178,8 +176,8 @@ def read_process_limits(tree: Tree) -> ProcessLimits | None:
     Source: proc_pid_limits(5), proc_sys_fs(5), proc_sys_kernel(5).
     """
     text = tree.text("/proc/self/limits") or ""
-    found = {name: _limit(text, title) for name, title in _NAMES.items()}
-    nofile, memlock, nproc = found["nofile"], found["memlock"], found["nproc"]
+    titles = ("Max open files", "Max locked memory", "Max processes")
+    nofile, memlock, nproc = (_limit(text, title) for title in titles)
     if nofile is None or memlock is None or nproc is None:
         return None
     of_node = (tree.number(f"/proc/sys/kernel/{name}") for name in ("threads-max", "pid_max"))
@@ -530,9 +528,5 @@ def collect_node(
     workers = environ.get(WORKERS, "")
     ranks = max(len(here), int(workers) if workers.isdecimal() else 1)
     snapshot = read_node(tree, host=str(me["host"]), ranks=ranks, space=space)
-    return replace(snapshot, gpus=tuple(_gpu(tree, who) for who in here if who["gpu"]))
-
-
-def _gpu(tree: Tree, who: Mapping[str, Any]) -> GpuPath:
-    gpu = identity(who)
-    return GpuPath(who=gpu, path=pci.read_pci_path(tree, gpu.pci))
+    gpus = [identity(who) for who in here if who["gpu"]]
+    return replace(snapshot, gpus=tuple(GpuPath(who=gpu, path=pci.read_pci_path(tree, gpu.pci)) for gpu in gpus))

@@ -155,20 +155,27 @@ def _default_interfaces(tree: Tree) -> set[str]:
     return _with_lower(tree, min(routes)[1]) if routes else set()
 
 
-def matches(name: str, wanted: str) -> bool:
-    """Whether an interface matches a value of ``NCCL_SOCKET_IFNAME``.
+def matches(name: str, wanted: str, port: int | None = None) -> bool:
+    """Whether an interface matches a value of ``NCCL_SOCKET_IFNAME``, or the ``port`` of a device ``NCCL_IB_HCA``.
 
-    A list of prefixes; a leading ``=`` means whole names, ``^`` all others. Source: NCCL, src/misc/socket.cc,
-    findInterfaces; https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, NCCL_SOCKET_IFNAME.
+    A list of prefixes, of devices each with or without ``:port``; a leading ``=`` means whole names, ``^`` all others.
+    Source: NCCL user guide, Environment Variables, NCCL_SOCKET_IFNAME and NCCL_IB_HCA,
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; NCCL, src/misc/socket.cc, findInterfaces,
+    src/transport/net_ib.cc and src/misc/utils.cc, parseStringList and matchIfList.
 
     >>> matches("eth0", "eth,ib"), matches("eth0", "^eth"), matches("eth01", "=eth0"), matches("eth1", "^=eth0")
     (True, False, False, True)
+    >>> [matches("mlx5_1", wanted, 1) for wanted in ("mlx5", "=mlx5_1:1", "^mlx5_1", "mlx5_1:2", "=mlx5")]
+    [True, True, False, False, False]
     """
     other_than = wanted.startswith("^")
     wanted = wanted.removeprefix("^")
     exact = wanted.startswith("=")
-    parts = [part.partition(":")[0] for part in wanted.removeprefix("=").split(",") if part]
-    listed = any(name == part if exact else name.startswith(part) for part in parts)
+    parts = (part.split(":") for part in wanted.removeprefix("=").split(",") if part)  # a rail and a plane may follow
+    listed = any(
+        (name == first if exact else name.startswith(first)) and (port is None or rest[:1] in ([], [""], [str(port)]))
+        for first, *rest in parts
+    )
     return listed != other_than
 
 

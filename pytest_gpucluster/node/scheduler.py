@@ -189,23 +189,23 @@ def pod_findings(pod: NodeSnapshot, *, nnodes: int) -> list[Finding]:
 
     In a run of several nodes RDMA is required where the node has it.
     """
-    return _findings(pod.host, _pod(pod, nnodes))
-
-
-def _pod(pod: NodeSnapshot, nnodes: int) -> Iterator[Problem]:
+    findings = []
     if not pod.cgroup.versions:
         found = "no control group can be read, so the pod's limits are unknown"
-        remedy = "mount it read only, as container runtimes do by default"
-        yield "environment", "kubernetes.resources", found, "/sys/fs/cgroup is mounted in the pod", remedy
-    if pod.hcas and not pod.verbs and nnodes > 1:
-        yield (
-            "environment",
-            "kubernetes.rdma",
-            f"the node has {len(pod.hcas)} RDMA devices ({', '.join(pod.hcas)}), and the pod has no access: there is "
-            "no /dev/infiniband/uverbs*",
-            "the node's RDMA devices, in a run of several nodes",
-            "request the device plugin's RDMA resource (resources.limits, such as rdma/hca_shared_devices_a: 1)",
+        allowed, remedy = (
+            "/sys/fs/cgroup is mounted in the pod",
+            "mount it read only, as container runtimes do by default",
         )
+        findings.append(environment("kubernetes.resources", pod.host, found, allowed=allowed, remedy=remedy))
+    if pod.hcas and not pod.verbs and nnodes > 1:
+        found = (
+            f"the node has {len(pod.hcas)} RDMA devices ({', '.join(pod.hcas)}), and the pod has no access: there is "
+        )
+        found += "no /dev/infiniband/uverbs*"
+        allowed = "the node's RDMA devices, in a run of several nodes"
+        remedy = "request the device plugin's RDMA resource (resources.limits, such as rdma/hca_shared_devices_a: 1)"
+        findings.append(environment("kubernetes.rdma", pod.host, found, allowed=allowed, remedy=remedy))
+    return findings
 
 
 ANSWER_SECONDS = 30.0

@@ -27,7 +27,6 @@ from pytest_gpucluster.metrics.finding import Finding, note
 from pytest_gpucluster.node.fabric.nccl_environment import ENVIRONMENT
 from pytest_gpucluster.node.fabric.nccl_facts import SEVERAL_NODES, Card, Facts, Provider
 from pytest_gpucluster.node.fabric.nccl_rules import GUIDE, GUIDE_URL, RULES, judge_environment
-from pytest_gpucluster.node.fabric.ports import selects
 from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND
 from pytest_gpucluster.node.info_text import fact
 from pytest_gpucluster.node.interfaces import Network, matches, nccl_default_interfaces
@@ -351,7 +350,9 @@ def _advise_cards(facts: Facts, fabric: Fabric) -> Iterator[Item]:
             HCA,
             names,
             f"NCCL would use every active port, also {outside}",
-            lambda value: {card.name for card in active if selects(value, card.port)} == set(names),
+            lambda value: (
+                {card.name for card in active if matches(card.port.device, value, card.port.number)} == set(names)
+            ),
         )
 
 

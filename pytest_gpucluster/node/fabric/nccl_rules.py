@@ -23,7 +23,6 @@ from pathlib import Path
 from pytest_gpucluster.metrics.finding import Finding, Kind, finding
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
 from pytest_gpucluster.node.fabric.nccl_facts import Facts
-from pytest_gpucluster.node.fabric.ports import selects
 from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND
 from pytest_gpucluster.node.interfaces import matches
 
@@ -142,7 +141,9 @@ def _gid_index(value: str, facts: Facts) -> Kind | None:
 
 
 def _selects_no_card(value: str, facts: Facts) -> bool:
-    return bool(value.strip() and facts.cards) and not any(selects(value, port) for port in facts.active)
+    return bool(value.strip() and facts.cards) and not any(
+        matches(port.device, value, port.number) for port in facts.active
+    )
 
 
 def _selects_no_interface(value: str, facts: Facts) -> bool:

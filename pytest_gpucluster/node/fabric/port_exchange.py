@@ -108,8 +108,8 @@ def _compare_nodes(board: Board, nodes: Nodes, *, expected: bool) -> dict[str, A
     for node in sorted(nodes.representatives.keys() - ports.keys()):
         what = f"it has not reported its ports within {WITHIN_SECONDS:g} s"
         found.of_node.setdefault(nodes.me, []).append(_silent(nodes.hosts[node], what))
-    of_node = {str(one): [asdict(finding) for finding in some] for one, some in found.of_node.items()}
-    return {"of_node": of_node, "shared": found.shared, "anywhere": any(one.used for one in ports.values())}
+    anywhere = any(one.used for one in ports.values())
+    return {"of_node": codec.to_json(found.of_node), "shared": found.shared, "anywhere": anywhere}
 
 
 def _silent(host: str, found: str) -> Finding:

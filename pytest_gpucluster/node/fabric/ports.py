@@ -28,6 +28,7 @@ from pytest_gpucluster.node.infiniband import (
     Gid,
     Port,
 )
+from pytest_gpucluster.node.interfaces import matches
 from pytest_gpucluster.node.pci import PeerMemory
 from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import some_of
@@ -120,13 +121,8 @@ class NodePorts:
                 if device.name in used
             ],
             "adapters": [
-                {
-                    "name": device.name,
-                    "board": device.board,
-                    "guid": device.guid,
-                    "firmware": device.firmware,
-                    "pci_bus_id": device.pci or "",
-                }
+                {name: getattr(device, name) for name in ("name", "board", "guid", "firmware")}
+                | {"pci_bus_id": device.pci or ""}
                 for device in self.adapters.devices
             ],
             "peer_memory": str(self.peer_memory),
@@ -146,28 +142,6 @@ def read_ports(sources: FabricSources, *, host: str, hcas: Iterable[str], gid_in
     )
 
 
-def selects(wanted: str, port: Port) -> bool:
-    """Return whether ``NCCL_IB_HCA`` selects a port: a list of prefixes of devices, each with or without ``:port``.
-
-    ``=`` before the list demands whole names, ``^`` for all others. Source: NCCL user guide, Environment Variables,
-    NCCL_IB_HCA; NCCL, src/transport/net_ib.cc and src/misc/utils.cc, parseStringList and matchIfList.
-
-    >>> port = Port(device="mlx5_1", number=1, state="", phys_state="", rate_gbps=None, rate="", link_layer="")
-    >>> [selects(wanted, port) for wanted in ("mlx5", "=mlx5_1:1", "^mlx5_1", "mlx5_1:2", "=mlx5")]
-    [True, True, False, False, False]
-    """
-    other_than = wanted.startswith("^")
-    wanted = wanted.removeprefix("^")
-    exact = wanted.startswith("=")
-    listed = False
-    for part in filter(None, wanted.removeprefix("=").split(",")):
-        device, _, rest = part.partition(":")
-        number = rest.partition(":")[0]  # a rail and a plane may follow
-        named = port.device == device if exact else port.device.startswith(device)
-        listed = listed or (named and number in ("", str(port.number)))
-    return listed != other_than
-
-
 def used_ports(adapters: Adapters, hcas: Sequence[str] = ("",)) -> tuple[Port, ...]:
     """Return the ports that NCCL may use.
 
@@ -175,7 +149,9 @@ def used_ports(adapters: Adapters, hcas: Sequence[str] = ("",)) -> tuple[Port, .
     is active, or else those of RoCE: a node may have an Ethernet card for storage in addition to its fabric.
     """
     if any(hcas):
-        return tuple(port for port in adapters.ports if any(not hca or selects(hca, port) for hca in hcas))
+        return tuple(
+            port for port in adapters.ports if any(not hca or matches(port.device, hca, port.number) for hca in hcas)
+        )
     for layer in (INFINIBAND, ETHERNET):
         of_layer = tuple(port for port in adapters.ports if port.link_layer == layer)
         if any(port.is_active for port in of_layer):

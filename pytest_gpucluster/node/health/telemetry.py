@@ -97,7 +97,9 @@ def summary(
             reasons = dict.fromkeys(reason for names in read for reason in names)
             result[key] = [reason for reason in reasons if reason != _NO_THROTTLE]
             if throttle_seconds is not None:
-                result["throttle_share"] = _shares(result[key], throttle_seconds, seconds)
+                # 1 in a window of no duration.
+                parts = {one: throttle_seconds.get(one, 0.0) / seconds if seconds > 0 else 1.0 for one in result[key]}
+                result["throttle_share"] = {reason: round(min(1.0, part), 4) for reason, part in parts.items()}
         else:
             result[key] = [round(value, 1) for value in (min(read), stats.median(read), max(read))]
     result |= {key: round(value, 1) for key, value in (card or {}).items()}
@@ -105,13 +107,6 @@ def summary(
     if lost:
         result["lost"] = lost
     return result
-
-
-def _shares(reasons: Sequence[str], spent: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return the part of the window of each reason; 1 in a window of no duration."""
-    if seconds <= 0:
-        return dict.fromkeys(reasons, 1.0)
-    return {reason: round(min(1.0, spent.get(reason, 0.0) / seconds), 4) for reason in reasons}
 
 
 def empty_summary(why: str, *, seconds: float = 0.0) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from pytest_gpucluster.node.fabric.ports import (
     network_cards,
     read_ports,
     roce_gid,
-    selects,
     used_ports,
 )
+from pytest_gpucluster.node.interfaces import matches
 from pytest_gpucluster.node.sysfs import Tree
 
 
@@ -45,7 +45,7 @@ def test_a_choice_of_cards_means_what_it_means_to_nccl(case, tmp_path):
     add_port(tmp_path / "sys", "mlx5_10", 1, pci="0000:19:00.0")
     add_port(tmp_path / "sys", "mlx5_10", 2, pci="0000:19:00.0")
     ports = infiniband.read(tmp_path / "sys").ports
-    assert [port.name for port in ports if selects(wanted, port)] == chosen
+    assert [port.name for port in ports if matches(port.device, wanted, port.number)] == chosen
 
 
 def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path):
