@@ -267,10 +267,6 @@ def call(address: str, port: int, token: str, *, payload: bytes, deadline_second
     return seconds
 
 
-CALL: Callable[..., float] = call
-"""The exchange between two hosts. Tests replace it by a failing one."""
-
-
 def longest_seconds(count: int, deadline_seconds: float) -> float:
     """Return how long :func:`connect_all` can take with ``count`` nodes."""
     return 2 * (deadline_seconds * (2 + 2 * count / _CONCURRENT) + _MARGIN_SECONDS)
@@ -289,11 +285,11 @@ def connect_all(
 
     Collective: exactly the ranks that represent a node must call this.
 
-    ``exchange`` is what two hosts exchange, by default ``CALL`` of this module.
+    ``exchange`` is what two hosts exchange, by default :func:`call`.
 
     Raises: StoreError if the store has stopped answering.
     """
-    exchange = exchange or CALL
+    exchange = exchange or call
     within = longest_seconds(len(nodes.hosts), deadline_seconds) / 2
     payload = (bytes(index * 7 % 251 for index in range(251)) * (1 + payload_bytes // 251))[:payload_bytes]
 

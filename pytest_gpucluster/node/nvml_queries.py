@@ -327,7 +327,6 @@ _TABLE = (
     # The number of links to an NVSwitch.
     _define("nvlink.switch", _field_value("NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT")),
     _define("nvlink.errors", _link_errors),
-    # Bytes over all of the GPU's links; they only grow.
     # State, status and health of the GPU's registration with the Fabric Manager.
     _define("fabric", _fabric),
     # The action that the GPU needs: 0 is none, the others are nvmlDeviceGpuRecoveryAction_t.

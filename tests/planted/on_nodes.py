@@ -25,12 +25,13 @@ HOST = os.environ["GPUCLUSTER_HOSTNAME"]
 ROOT = Path(os.environ["NODES"]) / HOST
 FAULT = ""
 """On this node."""
+CALL = network.call
 
 
 def pytest_runtest_setup(item):
     global FAULT
     FAULT = fault_of(item) if HOST == "node-b" else ""
-    network.CALL = refused if FAULT == "refused" else network.call
+    network.call = refused if FAULT == "refused" else CALL
     network.NOW = (lambda: time.time() + 5) if FAULT == "ahead" else time.time
     name_resolution.SYSTEM = {"slow": Slow, "ignorant": Ignorant, "silent": Silent}.get(FAULT, Quick)()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
