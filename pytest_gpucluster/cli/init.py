@@ -12,7 +12,7 @@ from pytest_gpucluster.launch.suite import PACKAGE
 
 _LIMITS = """\
 # Limits of this site; they replace the shipped ones. What holds now, and why:
-#   gpucluster thresholds explain nccl.all_reduce.busbw
+#   gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw
 # What is wrong with this file:   gpucluster thresholds check limits.yaml
 # A run by it:                    gpucluster run -- --gpucluster-thresholds=limits.yaml
 schema_version: 1

@@ -389,6 +389,10 @@ def _message(decisive: Sequence[JudgedMetric]) -> str:
     if len(reason) > room and len(labels) > _SHORT_LABELS:
         # The rank stands at the end, and matters more than a long label.
         reason = reason.replace(labels, labels[:_SHORT_LABELS] + "…)")
+    if len(reason) > room:  # what explains it matters less than where it is
+        text, on, place = reason.partition("; also: ")[0].rpartition(" on ")
+        kept = room - len(on) - len(place) - 1
+        reason = f"{text[:kept]}…{on}{place}" if on and 0 < kept < len(text) else reason
     return (reason if len(reason) <= room else reason[: room - 1] + "…") + more
 
 

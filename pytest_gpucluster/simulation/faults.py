@@ -132,7 +132,12 @@ def parse(text: str) -> Fault:
     kind = KINDS[name]
     has = None if found is None else ("port" if found["place"] else "host" if found["host"] else "cluster")
     if found is None or has != ("port" if kind.where == "gpu" else kind.where):
-        raise OptionError(f"{text!r}: the fault {name} is written as {EXAMPLES[kind.where].replace('NAME', name)}")
+        example = EXAMPLES[kind.where].replace("NAME", name)
+        more = ""
+        if kind.amount is not None:
+            usual = 100 * kind.amount if kind.unit == "%" else kind.amount
+            more = f", or with an amount as {example}={usual:g}{kind.unit}"
+        raise OptionError(f"{text!r}: the fault {name} is written as {example}{more}")
     amount = kind.amount
     if found["amount"] is not None:
         if kind.amount is None or (found["unit"] or "") != kind.unit:

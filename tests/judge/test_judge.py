@@ -44,6 +44,12 @@ def test_slow_ranks_fail_and_are_named_in_one_line():
     long = hold({rank: [busbw(312.4, labels=GB | {"note": "x" * 300})] for rank in range(8)}).message
     assert len(long) <= 200
     assert "on rank 0 (gpu-00, GPU 0 GPU-1f2e)" in long
+    hot = {3: {"throttle_share": dict.fromkeys(SLOWDOWNS, 0.5), "lost": "x"}}
+    noted = all_ranks(r3=312.4, labels=GB | {"algorithm": "y" * 40})
+    explained = hold(noted, telemetry=hot).message
+    assert len(explained) <= 200
+    assert "…" in explained
+    assert explained.endswith("on rank 3 (gpu-00, GPU 3 GPU-1f2e)")
 
 
 @pytest.mark.parametrize("gbps", [442.1, 312.4], ids=["above the limit", "below"])
