@@ -268,10 +268,12 @@ class ExampleRun:
 
     def _isolated(self, record, found, name):
         units = sorted({unit for outcomes in found.rounds for one in outcomes for unit in one.members})
-        record.isolation = isolation.isolation_json(found, {unit: name(unit) for unit in units}, seconds=48.2)
+        plan = SimpleNamespace(names={unit: name(unit) for unit in units}, cut_short="")
+        search = isolation.Search(plan=plan, found=found, seconds=48.2)
+        record.isolation = search.to_json()
         record.properties.append(("exclude", f"{FOLDER}/exclude.txt"))
-        record.message = first_line(f"{isolation.headline(found, name)}; {record.message}")
-        record.text = f"{record.text}\n\n{isolation.describe(found, name, seconds=48.2)}"
+        record.message = first_line(f"{search.headline}; {record.message}")
+        record.text = f"{record.text}\n\n{search.text()}"
         record.culprits |= {rank for one in found.culprits for node in one.units for rank in self.ranks_of(node)}
 
     def skip(self, nodeid, why, *, applies=False):

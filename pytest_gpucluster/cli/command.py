@@ -154,6 +154,7 @@ JOURNALS = argument(
 )
 JSON = option("--json FILE", "write the result as JSON; - for standard output")
 """For :func:`write_outputs`."""
+EXPECTED = option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
 HTML = option("--html FILE", "write the result as a page; - for standard output")
 THRESHOLDS = option(
     "--thresholds FILE", "limits that override the shipped ones, as --gpucluster-thresholds", type=Path, action="append"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from pytest_gpucluster.analysis.output import fields_of, json_document
 from pytest_gpucluster.cli import command as cli
-from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.text import paragraph, plural, printable
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def _info(options: argparse.Namespace) -> int:
 
 @cli.command(
     cli.argument("folder", metavar="FOLDER", type=Path, help="with a file NODE.json for each node"),
-    cli.option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
+    cli.EXPECTED,
     cli.JSON,
     help="differences between many nodes, from the info of each",
     examples="""\
@@ -77,15 +76,12 @@ def _diff(options: argparse.Namespace) -> int:
     network and mounts. The folder has a file NODE.json for each node, written there by `gpucluster node info all
     --json`; deploy/slurm/discover.sbatch writes them all. Equal does not mean good: the suite checks that.
     """
-    from pytest_gpucluster.launch.hostlist import expand_hostlist
     from pytest_gpucluster.node import diff
+    from pytest_gpucluster.runners.hosts import expand_nodes
 
-    try:
-        expected = expand_hostlist(options.nodes) if options.nodes is not None else []
-        with cli.file_errors(cli.NO_INPUT, str(options.folder)):
-            found = diff.read_answers(options.folder, expected)
-    except LaunchError as error:
-        raise cli.CommandError(cli.USAGE, f"--nodes: {error}") from error
+    expected = expand_nodes("--nodes", options.nodes) if options.nodes is not None else []
+    with cli.file_errors(cli.NO_INPUT, str(options.folder)):
+        found = diff.read_answers(options.folder, expected)
     compared = diff.compare_nodes(found.nodes)
     code = cli.DONE if all(fact.alike for fact in compared) else cli.NEGATIVE
     if code == cli.DONE and (found.missing or (len(found.nodes) < 2 and len(expected) != 1)):
@@ -256,7 +252,6 @@ def _file_lines(file: Path, name: str) -> Iterator[str]:
     cli.option("--device DEVICE", "cuda, or cpu to rehearse", choices=("cuda", "cpu"), default="cuda"),
     cli.option("--all-gpus", "all visible GPUs at the same time, and not the first one alone"),
     cli.option("--out FILE", "the archive (default: gpucluster-selftest-TIME.tar.gz, here)", type=Path),
-    cli.option("--save-fixture", "in a checkout: keep its content below tests/data/selftest, for the tests"),
     help="try GPUs, driver, torch and NCCL in 3 minutes: run it first on new hardware",
     examples="""\
                 gpucluster node selftest
@@ -274,9 +269,6 @@ def _selftest(options: argparse.Namespace) -> int:
     from pytest_gpucluster.selftest.report import render, write_archive
     from pytest_gpucluster.selftest.run import SelfTest
 
-    fixtures = Path(__file__).parents[2] / "tests" / "data" / "selftest"
-    if options.save_fixture and not fixtures.parent.is_dir():
-        options.refuse("--save-fixture: this is no checkout")
     test = SelfTest(
         options.device,
         every_gpu=options.all_gpus,
@@ -290,11 +282,6 @@ def _selftest(options: argparse.Namespace) -> int:
     report, files = test.run()
     with cli.file_errors(cli.NO_OUTPUT, str(out)):
         write_archive(out, files)
-        was_tried = any(line.what == "versions" for line in report.lines)
-        for name, text in files.items() if options.save_fixture and was_tried else ():
-            folder = fixtures / report.name
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
     summary = "\n".join(paragraph(report.summary(), cli.columns(60)))
     cli.write_text("-", f"{summary}\narchive: {out}\n")
     return cli.NEGATIVE if report.is_wrong else cli.DONE

@@ -24,8 +24,8 @@ from pytest_gpucluster.errors import LaunchError, OutputError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
 from pytest_gpucluster.journal.verdict import marked
-from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.reports.tables import rank_name
+from pytest_gpucluster.runners.hosts import expand_nodes
 from pytest_gpucluster.runners.run_result import conclusion
 from pytest_gpucluster.text import one_line, paragraph, printable
 
@@ -173,7 +173,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 @cli.command(
     cli.JOURNALS,
-    cli.option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
+    cli.EXPECTED,
     cli.option(
         "--behind PERCENT", "how much worse than the fleet's median an outlier is", type=cli.percentage, default="3%"
     ),
@@ -198,10 +198,7 @@ def _fleet(options: argparse.Namespace) -> int:
     GPUs that passed their limits but are far behind the same GPUs of the other nodes are listed. The drain list has the
     nodes that were rejected or are behind. A node without an answer never counts as good.
     """
-    try:
-        expected = expand_hostlist(options.nodes) if options.nodes is not None else []
-    except LaunchError as error:
-        raise cli.CommandError(cli.USAGE, f"--nodes: {error}") from error
+    expected = expand_nodes("--nodes", options.nodes) if options.nodes is not None else []
     runs, unreadable = read_runs(options.paths)
     cli.require_distinct([("--drain", options.drain), ("--html", options.html)], [run.path for run in runs])
     found = fleet(runs, expected=expected, unreadable=unreadable, behind=options.behind)

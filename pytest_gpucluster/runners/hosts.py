@@ -82,9 +82,9 @@ def select_hosts(hosts: Sequence[Host], nodes: str | None, exclude: str | None) 
         OptionError: a malformed list, a name that is not in the file, or no host is left.
     """
     known = [host.name for host in hosts]
-    wanted = set(known) if nodes is None else set(_expand("--nodes", nodes, known))
+    wanted = set(known) if nodes is None else set(expand_nodes("--nodes", nodes, known))
     if exclude is not None:
-        wanted -= set(_expand("--exclude", _exclude_list(exclude), known))
+        wanted -= set(expand_nodes("--exclude", _exclude_list(exclude), known))
     if not wanted:
         raise OptionError(f"--nodes and --exclude leave none of the {len(known)} nodes of the hosts file")
     return tuple(host for host in hosts if host.name in wanted)
@@ -104,14 +104,21 @@ def _exclude_list(exclude: str) -> str:
         raise OptionError(f"--exclude {exclude}: {error}") from None
 
 
-def _expand(option: str, text: str, known: Sequence[str]) -> list[str]:
+def expand_nodes(
+    option: str, text: str, known: Sequence[str] | None = None, where: str = "the hosts file"
+) -> list[str]:
+    """Return the nodes that an option names as a host list, which must be among the ``known`` ones of a place.
+
+    Raises:
+        OptionError: a malformed list, or an unknown node.
+    """
     try:
         names = expand_hostlist(text)
     except LaunchError as error:
         raise OptionError(f"{option}: {error}") from None
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if known is not None and name not in known]
     if unknown:
-        raise OptionError(f"{option}: {compress_hostlist(unknown)} not in the hosts file")
+        raise OptionError(f"{option}: {compress_hostlist(unknown)} not in {where}")
     return names
 
 

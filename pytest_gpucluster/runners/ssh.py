@@ -21,8 +21,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -287,29 +287,22 @@ def query_nodes(
     Raises:
         EnvironmentBroken: ssh cannot be started.
     """
-    replies = {host.name: Reply() for host in hosts}
-    waiting, open_channels = deque(hosts), dict[str, tuple[Channel, float]]()
-    try:
-        while (waiting or open_channels) and not stop():
-            while waiting and len(open_channels) < _MOST_CONNECTIONS:
-                host = waiting.popleft()
-                channel = Channel(host, access, requests[host.name])
-                open_channels[host.name] = channel, time.monotonic() + access.answer_seconds
-            for name, (channel, until) in list(open_channels.items()):
-                if channel.closed:
-                    replies[name] = _reply(channel)
-                elif time.monotonic() > until:
-                    problem = f"no answer within {access.answer_seconds:g} s"
-                    replies[name] = Reply(problem=problem, answered=channel.answered)
-                else:
-                    continue
-                del open_channels[name]
-                channel.close()
-            time.sleep(_POLL_SECONDS)
-    finally:
-        for channel, _ in open_channels.values():
-            channel.close()
-    return replies
+
+    def query(host: Host) -> Reply:
+        if stop():
+            return Reply()
+        until = time.monotonic() + access.answer_seconds
+        with contextlib.closing(Channel(host, access, requests[host.name])) as channel:
+            while not channel.closed:
+                if stop():
+                    return Reply()
+                if time.monotonic() > until:
+                    return Reply(problem=f"no answer within {access.answer_seconds:g} s", answered=channel.answered)
+                time.sleep(_POLL_SECONDS)
+            return _reply(channel)
+
+    with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
+        return dict(zip((host.name for host in hosts), pool.map(query, hosts), strict=True))
 
 
 def _reply(channel: Channel) -> Reply:

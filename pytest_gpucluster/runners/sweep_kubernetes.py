@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.errors import EnvironmentBroken, JournalError, LaunchError, OptionError
-from pytest_gpucluster.launch.hostlist import expand_hostlist
+from pytest_gpucluster.errors import EnvironmentBroken, JournalError, OptionError
+from pytest_gpucluster.runners.hosts import expand_nodes
 from pytest_gpucluster.runners.kubernetes_manifest import (
     ALONE,
     INDEX_ANNOTATION,
@@ -267,10 +267,10 @@ class Kubernetes:
         return read_template(text, str(path), gpus=gpus)
 
     def _read_nodes(self, wanted: str | None, selector: str | None) -> Sequence[Mapping[str, Any]]:
+        which = expand_nodes("--nodes", wanted) if wanted is not None else [f"--selector={selector}"]
         try:
-            which = expand_hostlist(wanted) if wanted is not None else [f"--selector={selector}"]
             found = parse_items(self._call("get", "nodes", *which, "--output=json"), "Node")
-        except (LaunchError, EnvironmentBroken) as error:
+        except EnvironmentBroken as error:
             raise OptionError(f"--{'nodes' if wanted is not None else 'selector'}: {error}") from None
         if not found:
             raise OptionError(f"--selector {selector}: no node has these labels")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.files import atomic_write
-from pytest_gpucluster.isolation.finding import node_sections
+from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, exclude_text
 from pytest_gpucluster.journal.records import SIMULATED
 from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
@@ -200,17 +200,8 @@ class SweepFiles:
             "why_not_together": skipped,
         }
         text = f"{sweep_table(self._nodes, outcomes, joint, skipped)}\n\n{verdict_line(verdict)}\n"
-        excluded = exclude_text([outcome for outcome in outcomes if not outcome.survived])
+        failed = {each.node: f"{each.verdict}: {each.failure}" for each in outcomes if not each.survived}
         atomic_write(self.directory / "sweep.json", json.dumps(content, indent=1) + "\n")
         atomic_write(self.directory / "sweep.txt", text)
-        if excluded:
-            atomic_write(self.directory / "exclude.txt", excluded)
-
-
-def exclude_text(failed: Sequence[Outcome]) -> str:
-    """Return exclude.txt of the nodes that failed on their own, each with why; empty if none did."""
-    if not failed:
-        return ""
-    lines = ["# Nodes to leave out of the next jobs. Each did not pass alone, so no other node can be the cause."]
-    lines += [f"# {outcome.node}: {one_line(f'{outcome.verdict}: {outcome.failure}', 200)}" for outcome in failed]
-    return "\n".join([*lines, *node_sections([outcome.node for outcome in failed])]) + "\n"
+        if failed:
+            atomic_write(self.directory / EXCLUDE_FILE, exclude_text(None, host=str, failed=failed))

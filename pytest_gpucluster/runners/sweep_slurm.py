@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
-from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
+from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.launch.hostlist import compress_hostlist
+from pytest_gpucluster.runners.hosts import expand_nodes
 from pytest_gpucluster.runners.plan import LAUNCHER, SweepPlan, random_port, report_arguments
 from pytest_gpucluster.runners.sweep import JobScheduler, require_tool, run_tool
 from pytest_gpucluster.runners.sweep_outcome import LauncherExit
@@ -146,15 +147,8 @@ def allocated_nodes(environ: Mapping[str, str], wanted: str | None) -> tuple[str
             "not in a Slurm allocation (SLURM_JOB_ID, SLURM_JOB_NODELIST): run the sweep in one, such as"
             " `salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm ...`"
         )
-    try:
-        nodes = expand_hostlist(nodelist)
-        chosen = expand_hostlist(wanted) if wanted is not None else nodes
-    except LaunchError as error:
-        raise OptionError(str(error)) from None
-    unknown = [node for node in chosen if node not in nodes]
-    if unknown:
-        raise OptionError(f"--nodes: {compress_hostlist(unknown)} not in this job's {nodelist}")
-    return tuple(chosen)
+    nodes = expand_nodes("SLURM_JOB_NODELIST", nodelist)
+    return tuple(nodes if wanted is None else expand_nodes("--nodes", wanted, nodes, f"this job's {nodelist}"))
 
 
 class Slurm(JobScheduler):

@@ -62,13 +62,6 @@ class Report:
         """Whether a line is WRONG."""
         return any(line.state == "WRONG" for line in self.lines)
 
-    @property
-    def name(self) -> str:
-        """A name for a folder: the versions that it is of."""
-        found = next((dict(line.values) for line in self.lines if line.what == "versions"), {})
-        words = [self.device, *(str(found[key]) for key in ("driver", "torch", "nccl") if found.get(key))]
-        return re.sub(r"[^\w.+-]", "-", "-".join(words))
-
     def summary(self) -> str:
         """Return the number of lines in each state, and what the whole is not."""
         count = Counter(line.state for line in self.lines)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,51 +148,49 @@ class Plan:
 _PROBES_SHOWN = 64
 
 
-def headline(found: IsolationResult, name: Callable[[int], str], *, cut_short: str = "") -> str:
-    """Return the culprits in a few words, or why they are not known.
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """A search that is over. ``excluded``: where exclude.txt is, or why it is not."""
 
-    Args:
-        found: what the search has found.
-        name: returns what a unit is called.
-        cut_short: why it has ended before it was through; nothing if it has not.
-    """
-    if found.culprits:
-        return "isolated: " + ", ".join(_named(culprit, name) for culprit in found.culprits)
-    if found.rounds and not found.reproduced:
-        text = f"not isolated, not reproduced in {plural(found.probes, 'probe')}"
-        return f"{text}: {cut_short}" if cut_short else text
-    return f"not isolated: {cut_short or found.why_undecided}"
+    plan: Plan
+    found: IsolationResult
+    seconds: float
+    nodeid: str = ""
+    excluded: str = ""
 
+    @property
+    def headline(self) -> str:
+        """The culprits in a few words, or why they are not known."""
+        found, cut_short = self.found, self.plan.cut_short
+        if found.culprits:
+            return "isolated: " + ", ".join(map(self._named, found.culprits))
+        if found.rounds and not found.reproduced:
+            text = f"not isolated, not reproduced in {plural(found.probes, 'probe')}"
+            return f"{text}: {cut_short}" if cut_short else text
+        return f"not isolated: {cut_short or found.why_undecided}"
 
-def describe(found: IsolationResult, name: Callable[[int], str], *, seconds: float, cut_short: str = "") -> str:
-    """Return what was found and what was tried, as lines for a report."""
-    ended = [f"it has ended before it was through: {cut_short}"] if cut_short else []
-    lines = [f"Search for the culprit, {seconds:.1f} s:", *found.summary(name), *ended, "Probes:"]
-    probed = [(number, one) for number, outcomes in enumerate(found.rounds, start=1) for one in outcomes]
-    for number, one in probed[:_PROBES_SHOWN]:
-        seen = one.wrong or one.failure or ("no value" if one.busbw is None else f"{one.busbw:.4g} GB/s")
-        lines.append(f"  round {number}: {', '.join(map(name, one.members))}: {first_line(seen)}")
-    if len(probed) > _PROBES_SHOWN:
-        lines.append(f"  and {len(probed) - _PROBES_SHOWN} more, which the journal has")
-    return "\n".join(lines)
+    def text(self) -> str:
+        """Return what was found and what was tried, as lines for a report."""
+        name, cut_short = self.plan.names.__getitem__, self.plan.cut_short
+        ended = [f"it has ended before it was through: {cut_short}"] if cut_short else []
+        lines = [f"Search for the culprit, {self.seconds:.1f} s:", *self.found.summary(name), *ended, "Probes:"]
+        probed = [(number, one) for number, outcomes in enumerate(self.found.rounds, start=1) for one in outcomes]
+        for number, one in probed[:_PROBES_SHOWN]:
+            seen = one.wrong or one.failure or ("no value" if one.busbw is None else f"{one.busbw:.4g} GB/s")
+            lines.append(f"  round {number}: {', '.join(map(name, one.members))}: {first_line(seen)}")
+        if len(probed) > _PROBES_SHOWN:
+            lines.append(f"  and {len(probed) - _PROBES_SHOWN} more, which the journal has")
+        return "\n".join(lines)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the same in plain JSON types, for the journal."""
+        names = {str(unit): name for unit, name in self.plan.names.items()}
+        return {**to_json(self.found), "names": names, "seconds": self.seconds, "cut_short": self.plan.cut_short}
 
-def isolation_json(
-    found: IsolationResult, names: Mapping[int, str], *, seconds: float, cut_short: str = ""
-) -> dict[str, Any]:
-    """Return the same in plain JSON types, for the journal. ``names`` has what each unit is called."""
-    return {
-        **to_json(found),
-        "names": {str(unit): name for unit, name in names.items()},
-        "seconds": seconds,
-        "cut_short": cut_short,
-    }
-
-
-def _named(culprit: Culprit, name: Callable[[int], str]) -> str:
-    who = " and ".join(map(name, culprit.units))
-    who = f"the link between {who}" if culprit.kind == "link" else who
-    return f"{who} (intermittent: {culprit.failed} of {culprit.probes} probes)" if culprit.intermittent else who
+    def _named(self, culprit: Culprit) -> str:
+        who = " and ".join(map(self.plan.names.__getitem__, culprit.units))
+        who = f"the link between {who}" if culprit.kind == "link" else who
+        return f"{who} (intermittent: {culprit.failed} of {culprit.probes} probes)" if culprit.intermittent else who
 
 
 _OUT_OF_MEMORY = re.compile("out of memory", re.IGNORECASE)
@@ -208,8 +206,8 @@ class Isolator:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._spent_seconds = 0.0
-        self._last: _Search | None = None
-        self._unreported: _Search | None = None
+        self._last: Search | None = None
+        self._unreported: Search | None = None
         """The last search, and the one that no test's record has yet. Rank 0."""
         self._failed: dict[str, str] = {}
         """Host -> the test that names its ranks. Rank 0."""
@@ -260,7 +258,7 @@ class Isolator:
                 elif interrupted:
                     plan.cut_short = interrupted
                 found = plan.planner.finding()
-                search = self._last = self._unreported = _Search(
+                search = self._last = self._unreported = Search(
                     plan=plan, found=found, nodeid=item.nodeid, seconds=seconds, excluded=self._exclude(plan, found)
                 )
                 leave_out = f"; leave out of the next jobs: {search.excluded}" if search.excluded else ""
@@ -296,21 +294,20 @@ class Isolator:
             self._exclude_culprits(record)
             return
         search, self._unreported = self._unreported, None
-        found, plan, seconds = search.found, search.plan, search.seconds
-        names, headline = plan.names, search.headline
-        record.isolation = isolation_json(found, names, seconds=seconds, cut_short=plan.cut_short)
+        found, headline = search.found, search.headline
+        record.isolation = search.to_json()
         if search.excluded:
             record.properties.append(("exclude", search.excluded))
         if record.between_attempts:  # it is run again: what was found belongs to the attempt before
             record.properties.append(("isolation", headline))
             return
-        text = describe(found, names.__getitem__, seconds=seconds, cut_short=plan.cut_short)
+        text = search.text()
         # Where no culprit was found, the failure itself shows more.
         parts = (headline, record.message) if found.culprits else (record.message, headline)
         record.message = first_line("; ".join(part for part in parts if part))
         record.text = f"{record.text}\n\n{text}"
         for culprit in found.culprits:
-            record.culprits |= {rank for unit in culprit.units for rank in plan.ranks[unit]}
+            record.culprits |= {rank for unit in culprit.units for rank in search.plan.ranks[unit]}
         if found.culprits and record.outcome == "error":
             # What could not be carried through is no mere breakdown any more: the faulty hardware is known. The
             # terminal's summary counts the test among the failures, too, and not among the errors.
@@ -427,18 +424,3 @@ def _kind(error: BaseException) -> str:
     if communication_failed(error):
         return "cut" if connection_cut(error) else "failure"
     return "unfit" if kind_of(error, "call") == "error" and not gpu_died(error) else "failure"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Search:
-    """A search that is over. ``excluded``: where exclude.txt is, or why it is not."""
-
-    plan: Plan
-    found: IsolationResult
-    nodeid: str
-    seconds: float
-    excluded: str
-
-    @property
-    def headline(self) -> str:
-        return headline(self.found, self.plan.names.__getitem__, cut_short=self.plan.cut_short)

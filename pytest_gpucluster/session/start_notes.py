@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.agreement.liveness import start_time
+from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
@@ -110,8 +111,7 @@ class Start:
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self.failed(excinfo.value)
 
-    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self.failed(excinfo.value)
+    pytest_keyboard_interrupt = pytest_internalerror
 
     def failures(self) -> tuple[str, str]:
         """Return which ranks of this node have failed by now: in one line, and with tracebacks; "" if none has.
@@ -166,10 +166,8 @@ class Start:
     def update(self, **changes: Any) -> None:
         """Change the note: what this rank does now, or how it fails."""
         self._note = replace(self._note, **changes)
-        part = self._file.with_suffix(".part")
         try:
-            part.write_text(json.dumps(asdict(self._note)), encoding="ascii")
-            part.replace(self._file)
+            atomic_write(self._file, json.dumps(asdict(self._note)))
         except OSError:
             self.is_over = True  # a full disk: this rank goes on without a note, as where there is no torchrun
 

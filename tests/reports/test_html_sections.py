@@ -3,6 +3,7 @@
 import html
 import math
 import re
+from types import SimpleNamespace
 
 from each import of_each
 
@@ -16,7 +17,7 @@ from pytest_gpucluster.reports.failures import advice_in
 from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.html import page
 from pytest_gpucluster.reports.html.criterion import RunFiles, search_values
-from pytest_gpucluster.session import isolation
+from pytest_gpucluster.session.isolation import Search
 
 BASELINE = {"kind": "regressed", "rank": 3, "old": {"value": 781.0}, "change_ratio": -0.052, "why": "beyond noise"}
 
@@ -96,7 +97,8 @@ def searched(**changes):
         why_undecided="no time",
         reproduced=True,
     )
-    return {**isolation.isolation_json(found, NAMES, seconds=12.3), **changes}
+    plan = SimpleNamespace(names=NAMES, cut_short="")
+    return {**Search(plan=plan, found=found, seconds=12.3).to_json(), **changes}
 
 
 def shown(**changes):

@@ -278,7 +278,7 @@ def test_a_thousand_ranks_take_a_verdict_and_a_record_of_a_size_that_travels():
         verdict = made.decide(all_well(made))
         longest = max(longest, len(json.dumps(verdict)))
     assert longest < 16_384
-    assert len(json.dumps(isolation.isolation_json(made.planner.finding(), made.names, seconds=1.0))) < 1_000_000
+    assert len(json.dumps(isolation.Search(plan=made, found=made.planner.finding(), seconds=1.0).to_json())) < 1_000_000
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
 """How what a search has found is told."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcome
-from pytest_gpucluster.session import isolation
-from pytest_gpucluster.session.isolation import _in_the_world
+from pytest_gpucluster.session.isolation import Search, _in_the_world
 
 NAMES = {0: "node-a", 1: "node-b", 2: "node-c"}
 GOOD = Outcome(members=(0, 2), busbw=350.0)
 BAD = Outcome(members=(0, 1), busbw=None, failure="late\nand more")
+
+
+def search(found, *, seconds=1.0, cut_short=""):
+    return Search(plan=SimpleNamespace(names=NAMES, cut_short=cut_short), found=found, seconds=seconds)
 
 
 def culprit(*units, failed=3, probes=3):
@@ -39,22 +43,22 @@ def isolated(*culprits, rounds=((GOOD,), (BAD,)), undecided=(), why="", reproduc
     ],
 )
 def test_the_headline_names_the_culprit_or_says_why_there_is_none(found, cut_short, told):
-    assert isolation.headline(found, NAMES.__getitem__, cut_short=cut_short) == told
+    assert search(found, cut_short=cut_short).headline == told
 
 
 def test_the_text_and_the_journal_say_what_has_cut_the_search_short():
-    text = isolation.describe(isolated(culprit(1)), NAMES.__getitem__, seconds=1.0, cut_short="no time")
+    text = search(isolated(culprit(1)), cut_short="no time").text()
     assert [line for line in text.splitlines() if line.endswith(": no time")]
-    assert isolation.isolation_json(isolated(), NAMES, seconds=1.0, cut_short="no time")["cut_short"]
+    assert search(isolated(), cut_short="no time").to_json()["cut_short"]
 
 
 def test_a_probe_without_a_value_or_a_reason_is_shown_as_that():
     found = isolated(rounds=((Outcome(members=(0, 1), busbw=None),),))
-    assert isolation.describe(found, NAMES.__getitem__, seconds=1.0).endswith("round 1: node-a, node-b: no value")
+    assert search(found).text().endswith("round 1: node-a, node-b: no value")
 
 
 def test_the_text_has_the_evidence_and_every_probe_in_one_line_each():
-    lines = isolation.describe(isolated(culprit(1)), NAMES.__getitem__, seconds=12.34).splitlines()
+    lines = search(isolated(culprit(1)), seconds=12.34).text().splitlines()
     assert lines[0].endswith(", 12.3 s:")
     assert "  round 1, with node-a: late" in lines
     assert lines[-2:] == ["  round 1: node-a, node-c: 350 GB/s", "  round 2: node-a, node-b: late"]
@@ -62,13 +66,13 @@ def test_the_text_has_the_evidence_and_every_probe_in_one_line_each():
 
 def test_of_very_many_probes_the_text_has_some_and_says_so():
     found = isolated(culprit(1), rounds=((GOOD,),) * 100)
-    lines = isolation.describe(found, NAMES.__getitem__, seconds=1).splitlines()
+    lines = search(found).text().splitlines()
     assert sum(line.startswith("  round ") for line in lines if "GB/s" in line) == 64
     assert lines[-1].startswith("  and 36 more")
 
 
 def test_the_journal_has_all_of_it_in_plain_types():
-    told = json.loads(json.dumps(isolation.isolation_json(isolated(culprit(1)), NAMES, seconds=2.0)))
+    told = json.loads(json.dumps(search(isolated(culprit(1))).to_json()))
     assert told["names"] == {"0": "node-a", "1": "node-b", "2": "node-c"}
     assert told["culprits"][0]["units"] == [1]
     assert [[one["members"] for one in outcomes] for outcomes in told["rounds"]] == [[[0, 2]], [[0, 1]]]
