@@ -51,7 +51,7 @@ def _create(options: argparse.Namespace) -> int:
     """
     path, out = locate(options.journal), options.out or "-"
     cli.require_distinct([("--out", out)], [path], "the journal itself")
-    cli.require_new_file("--out", out, force=options.force)
+    cli.require_new_file(out, force=options.force)
     sha256, journal = certificate.journal_digest(path)
     content = certificate.certificate_content(journal, sha256=sha256)
     blockers = content["not_accepted_because"]

@@ -287,14 +287,10 @@ def require_distinct(
         seen[target] = option
 
 
-def require_new_file(option: str, out: str, *, force: bool) -> None:
-    """Refuse to replace a file without ``--force``.
-
-    Raises:
-        CommandError: there is such a file.
-    """
+def require_new_file(out: str, *, force: bool) -> None:
+    """Refuse to replace the file of ``--out`` without ``--force``. Raises: CommandError: there is such a file."""
     if out not in STDOUT and os.path.lexists(out) and not force:
-        raise CommandError(NO_OUTPUT, f"{option} {out}: the file exists; name another one, or use --force")
+        raise CommandError(NO_OUTPUT, f"--out {out}: the file exists; name another one, or use --force")
 
 
 @contextlib.contextmanager

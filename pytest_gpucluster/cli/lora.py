@@ -23,7 +23,7 @@ from pytest_gpucluster.text import one_line, plural
 
 if TYPE_CHECKING:
     from pytest_gpucluster.benchmarks.lora.dataset import Row
-    from pytest_gpucluster.benchmarks.lora.evaluation import Answer, CallScore
+    from pytest_gpucluster.benchmarks.lora.evaluation import Answer
 
 _SOURCE = "a file of rows, or owner/name or owner/name@revision on the Hugging Face hub"
 _MOST_EXAMPLES = 10
@@ -161,11 +161,10 @@ def _evaluate(options: argparse.Namespace) -> int:
     first wrong answers.
     """
     from pytest_gpucluster.benchmarks.lora import evaluation
-    from pytest_gpucluster.benchmarks.lora.evaluation import choose_device, evaluate
     from pytest_gpucluster.benchmarks.lora.packing import rendering_of
 
     try:
-        device = choose_device(options.device)
+        device = evaluation.choose_device(options.device)
     except ValueError as error:
         return cli.complain(f"--device {options.device}: {error}", cli.USAGE)
     try:
@@ -173,7 +172,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     except ValueError as error:
         return cli.complain(f"--data {options.data}: {error}", cli.NO_INPUT)
     model, tokenizer, base = evaluation.load_adapter(options.adapter, device, base=options.base)
-    score = evaluate(
+    score = evaluation.evaluate(
         model,
         tokenizer,
         held_out,
@@ -188,7 +187,18 @@ def _evaluate(options: argparse.Namespace) -> int:
         return cli.complain(
             f"--data {options.data}: no held-out conversation has an answer to generate: {why}", cli.NO_INPUT
         )
-    print(json.dumps(_as_json(score, options, base), indent=2))
+    wrong = [answer for answer in score.answers if not answer.right]
+    found = {
+        "adapter": str(options.adapter),
+        "base": base,
+        "data": str(options.data),
+        **score.counts,
+        "ratios": {name: None if math.isnan(ratio) else ratio for name, ratio in score.ratios().items()},
+        "by_function": score.by_function(),
+        "skipped": dict(score.skipped),
+        "wrong": [_wrong_answer(answer) for answer in wrong[:_MOST_EXAMPLES]],
+    }
+    print(json.dumps(found, indent=2))
     return cli.DONE
 
 
@@ -202,20 +212,6 @@ def _held_out(options: argparse.Namespace) -> tuple[Sequence[Row], str]:
         return prepared.held_out_rows, options.rendering or prepared.context["rendering"]
     loaded = dataset.load_rows(options.data, sha256=options.sha256)
     return held_out_split(loaded.rows, options.held_out, options.seed)[1], options.rendering or "glaive"
-
-
-def _as_json(score: CallScore, options: argparse.Namespace, base: str) -> dict[str, Any]:
-    wrong = [answer for answer in score.answers if not answer.right]
-    return {
-        "adapter": str(options.adapter),
-        "base": base,
-        "data": str(options.data),
-        **score.counts,
-        "ratios": {name: None if math.isnan(ratio) else ratio for name, ratio in score.ratios().items()},
-        "by_function": score.by_function(),
-        "skipped": dict(score.skipped),
-        "wrong": [_wrong_answer(answer) for answer in wrong[:_MOST_EXAMPLES]],
-    }
 
 
 def _wrong_answer(answer: Answer) -> dict[str, Any]:

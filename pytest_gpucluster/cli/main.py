@@ -91,10 +91,8 @@ def _run(options: argparse.Namespace) -> int:
         return cli.complain(str(error), error.code)
     except (JournalError, CertificateError, ThresholdsError) as error:
         return cli.complain(str(error), cli.NO_INPUT)
-    except UsageProblem as error:
-        return cli.complain(str(error), cli.USAGE)
-    except EnvironmentBroken as error:
-        return cli.complain(str(error), cli.BROKEN_EXIT)
+    except (UsageProblem, EnvironmentBroken) as error:
+        return cli.complain(str(error), cli.USAGE if isinstance(error, UsageProblem) else cli.BROKEN_EXIT)
     return code
 
 

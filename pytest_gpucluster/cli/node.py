@@ -8,15 +8,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster.analysis.output import fields_of, json_document
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.text import paragraph, plural, printable
-
-if TYPE_CHECKING:
-    from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice
-    from pytest_gpucluster.node.fabric.nccl_facts import Facts
 
 _VIEWS = ("summary", "gpu", "ib", "cpu", "all")
 _LEAST_COLUMNS = 72
@@ -135,7 +130,17 @@ def _nccl_env(options: argparse.Namespace) -> int:
     facts = collect_facts(Sources())
     advice = advise(facts)
     if options.format == "json":
-        cli.write_text("-", json_document(_advice_document(facts, advice)))
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "host": facts.host,
+            "launcher": facts.launcher or None,
+            **fields_of(facts, "scheduler", "nnodes", "container", "provider", "nccl"),
+            "gpus": [{"name": gpu.name, "pci": gpu.pci} for gpu in facts.visible.gpus],
+            "nvlink": facts.visible.nvlink,
+            "nvls": facts.visible.nvls,
+            **advice.to_json(),
+        }
+        cli.write_text("-", json_document(document))
     elif options.format == "text":
         cli.write_text("-", render_advice(facts, advice, width=cli.columns(60)))
     else:
@@ -143,19 +148,6 @@ def _nccl_env(options: argparse.Namespace) -> int:
     if not options.check:
         return cli.DONE
     return cli.NEGATIVE if advice.differs else UNKNOWN if advice.unknown else cli.DONE
-
-
-def _advice_document(facts: Facts, advice: NcclAdvice) -> dict[str, object]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "host": facts.host,
-        "launcher": facts.launcher or None,
-        **fields_of(facts, "scheduler", "nnodes", "container", "provider", "nccl"),
-        "gpus": [{"name": gpu.name, "pci": gpu.pci} for gpu in facts.visible.gpus],
-        "nvlink": facts.visible.nvlink,
-        "nvls": facts.visible.nvls,
-        **advice.to_json(),
-    }
 
 
 _LINE_BYTES = 1 << 20

@@ -50,7 +50,10 @@ def _report(options: argparse.Namespace) -> int:
     ended. Several formats can be written at once; the default is text on standard output. OUT is a file, or - for
     standard output.
     """
-    requested = _requested(options)
+    requested = [(kind, out) for kind in FILES if (out := getattr(options, kind)) is not None]
+    if options.all is not None:
+        requested += [(kind, os.path.join(options.all, name) if options.all else "") for kind, name in FILES.items()]
+    requested = requested or [("text", "-")]
     path, journal = cli.read_journal(options.journal)
     cli.require_distinct([(f"--{kind}", out) for kind, out in requested], [path], "the journal itself")
     code, written = cli.DONE, []
@@ -72,13 +75,6 @@ def _report(options: argparse.Namespace) -> int:
         headline = f"{marked(journal.verdict, journal.run.kind)}{f' ({reason})' if reason else ''}"
         cli.complain(f"{headline}: {', '.join(written)}", cli.DONE)
     return code
-
-
-def _requested(options: argparse.Namespace) -> list[tuple[str, str]]:
-    requested = [(kind, out) for kind in FILES if (out := getattr(options, kind)) is not None]
-    if options.all is not None:
-        requested += [(kind, os.path.join(options.all, name) if options.all else "") for kind, name in FILES.items()]
-    return requested or [("text", "-")]
 
 
 def _render(kind: str, out: str, journal: Journal, folder: Path, options: argparse.Namespace) -> str:

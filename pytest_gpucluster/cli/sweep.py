@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -185,17 +186,14 @@ def _carry_out(options: argparse.Namespace, scheduler_of: Callable[[int], Schedu
         port=options.port or scheduler.port,
     )
     directory = new_run_directory(options.report_dir.absolute())
-    _print(f"{len(nodes)} nodes, each alone; reports: {directory}")
+    show = partial(print, flush=True)
+    show(f"{len(nodes)} nodes, each alone; reports: {directory}")
     written = SweepFiles(directory, scheduler=options.step, command=sys.argv, nodes=nodes)
-    code = sweep(plan, scheduler, written, _print).exit
+    code = sweep(plan, scheduler, written, show).exit
     if journals_below(directory):
         runs, unreadable = read_runs([directory])
         atomic_write(directory / "fleet.html", fleet_page(fleet(runs, expected=nodes, unreadable=unreadable)))
     return code
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 COMMAND = cli.Group(

@@ -16,7 +16,7 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.analysis import calibration
 from pytest_gpucluster.analysis.certificate import journal_digest
 from pytest_gpucluster.cli import command as cli
-from pytest_gpucluster.errors import MeasurementError, ThresholdsError
+from pytest_gpucluster.errors import MeasurementError, OptionError, ThresholdsError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.judge import evidence
 from pytest_gpucluster.judge.evidence import Support
@@ -118,7 +118,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     spreads, out = options.spreads, options.out
     paths = [locate(path) for path in options.journals]
     cli.require_distinct([("--out", out)], [*paths, shipped_path()], "a journal or the shipped limits")
-    cli.require_new_file("--out", out, force=options.force)
+    cli.require_new_file(out, force=options.force)
     sources = [calibration.Source(str(path), *journal_digest(path)) for path in paths]
     problems = calibration.source_problems(sources)
     if problems:
@@ -238,9 +238,7 @@ def _published_text(limit: Limit, support: Support) -> str:
 def _require_sku(sku: str, limits: Thresholds, known: Container[str]) -> None:
     if sku not in known:
         names = ", ".join(limits.skus)
-        raise cli.CommandError(
-            cli.USAGE, f"--sku {sku}: no such SKU; known are {names}{did_you_mean(sku, limits.skus)}"
-        )
+        raise OptionError(f"--sku {sku}: no such SKU; known are {names}{did_you_mean(sku, limits.skus)}")
 
 
 def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -233,7 +234,7 @@ class RemoteRun:
         self._jobs: list[RemoteJob] = []
         try:
             for host in plan.hosts:
-                on_line = self._printer(host.name if self._jobs else "")
+                on_line = partial(self._show_output, f"[{host.name}] " if self._jobs else "")
                 job = RemoteJob(plan, host, directory, within_seconds=within_seconds, on_line=on_line)
                 self._jobs.append(job)
         except BaseException:  # nothing may go on unattended
@@ -294,9 +295,8 @@ class RemoteRun:
             self._show(problem, True)
         return "; ".join(problems)
 
-    def _printer(self, name: str) -> Callable[[str], None]:
-        prefix = f"[{name}] " if name else ""
-        return lambda line: self._show(f"{prefix}{printable(line)}", False)
+    def _show_output(self, prefix: str, line: str) -> None:
+        self._show(f"{prefix}{printable(line)}", False)
 
 
 class Ssh(JobScheduler):

@@ -154,11 +154,9 @@ def _rehearsed(judgement: Judgement) -> tuple[Judgement, str | None]:
     if any(judged.status == "failed" for judged in measurements):
         return replace(judgement, measurements=measurements), unsettled[0].reason
     errors = [judged.reason for judged in measurements if judged.status == "error"]
+    text = "\n".join(errors)
     settled = Judgement(
-        outcome="error" if errors else "passed",
-        message=first_line(errors[0]) if errors else "",
-        text="\n".join(errors),
-        measurements=measurements,
+        outcome="error" if errors else "passed", message=first_line(text), text=text, measurements=measurements
     )
     return settled, unsettled[0].reason
 
@@ -187,12 +185,6 @@ def keep_interrupted(
     merged = judge_merged(run, record, merged, [own])
     spent = datetime.now(timezone.utc) - datetime.fromisoformat(record.started_at)
     record.properties = unique([*record.properties, *properties])
-    record.add(
-        "call",
-        outcome="failed",
-        message=merged.message,
-        text=merged.text,
-        seconds=max(0.0, spent.total_seconds()),
-        merged=merged,
-    )
+    seconds = max(0.0, spent.total_seconds())
+    record.add("call", outcome="failed", message=merged.message, text=merged.text, seconds=seconds, merged=merged)
     run.send(record.line())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -193,12 +194,17 @@ class Phases:
 
     def started(self, item: pytest.Item) -> None:
         """Record that a test begins."""
-        record = self._run.records[item.nodeid] = TestRecord(test=name_of(item))
+        run = self._run
+        record = run.records[item.nodeid] = TestRecord(test=name_of(item))
         self.reports.failed_subtests = []
         LEDGER.clear()
-        self._require_room(item)
+        why = why_not_applicable(item, run.room())
+        if why is not None:
+            record.applicable = why_not_applicable(item, run.declared_room()) is None
+            # Not pytest.skip() in a wrapper of the setup: teardown expects that other plugins have set up.
+            item.add_marker(pytest.mark.skip(reason=why))
         line = {"type": "start", "nodeid": item.nodeid, "at": record.started_at}
-        self._run.send({**line, "deadline_seconds": self._deadline(item)})
+        run.send({**line, "deadline_seconds": self._deadline(item)})
 
     def run_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         """Wrap one of pytest's ``runtest`` hooks: everything inside is the body."""
@@ -299,14 +305,6 @@ class Phases:
             measured: list[Measurement] = item.stash.get(MEASUREMENTS, [])
             measured[:] = monitor.annotate(measured)
 
-    def _require_room(self, item: pytest.Item) -> None:
-        run = self._run
-        why = why_not_applicable(item, run.room())
-        if why is not None:
-            run.records[item.nodeid].applicable = why_not_applicable(item, run.declared_room()) is None
-            # Not pytest.skip() in a wrapper of the setup: teardown expects that other plugins have set up.
-            item.add_marker(pytest.mark.skip(reason=why))
-
     def _interrupted(self, stop: BaseException, when: str, item: pytest.Item) -> None:
         self._note_time(item)
         who = self._run.names[self._run.rank]
@@ -318,14 +316,9 @@ class Phases:
             measured = item.stash.get(MEASUREMENTS, [])
             record = self._run.records[item.nodeid]
             keep_interrupted(self._run, record, message=message, measured=measured, properties=item.user_properties)
-        self._run.watch.end(
-            AbortReason(
-                name="interrupted",
-                message=message,
-                # A test's own code is kept, unless it would say that something was accepted, rejected or incomplete.
-                exit=2 if code in (None, 0, 1, 10, 12) else int(code),
-            )
-        )
+        # A test's own code is kept, unless it would say that something was accepted, rejected or incomplete.
+        code = 2 if code in (None, 0, 1, 10, 12) else int(code)
+        self._run.watch.end(AbortReason(name="interrupted", message=message, exit=code))
 
     # ---- agreement -------------------------------------------------------------------------------------------
 
@@ -350,9 +343,7 @@ class Phases:
         if when == "teardown":  # nearly all of the test is over: what follows is this exchange
             body["spent"] = LEDGER.seconds()
 
-        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-            return self._decide(item, when, number, bodies)
-
+        decide = partial(self._decide, item, when, number)
         verdict = run.agree(body, decide, deadline_seconds=self._deadline(item) + run.timeouts.stuck)
         if verdict is None:
             return self._ended(item, when, own, decide, body)
@@ -456,13 +447,9 @@ class Phases:
     ) -> AbortReason | None:
         dead = {rank: body["died"] for rank, body in bodies.items() if body.get("died")}
         if dead:
-            rank = min(dead)
-            return AbortReason(
-                name="GPU lost",
-                message=first_line(f"the GPU of {self._run.names[rank]} no longer works: {merged.message}"),
-                exit=1 if "hardware" in dead.values() else 11,
-                culprits=sorted(dead),
-            )
+            message = first_line(f"the GPU of {self._run.names[min(dead)]} no longer works: {merged.message}")
+            code = 1 if "hardware" in dead.values() else 11
+            return AbortReason(name="GPU lost", message=message, exit=code, culprits=sorted(dead))
         without = [rank for rank, body in bodies.items() if body.get("nvls")]
         if without and self._run.cluster.nvls_off:
             message = first_line(f"NVLS fails also where it was switched off: {merged.message}")

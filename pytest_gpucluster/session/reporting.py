@@ -471,25 +471,10 @@ class ReportProgress(Protocol):
     def __call__(self, step: int, of: int, **figures: Figure) -> None: ...
 
 
-def describe_step(step: int, of: int, figures: dict[str, float], left_seconds: float | None) -> str:
-    """Put it in words. A figure whose name ends in ``_per_second`` is a rate, any other has its name before it.
-
-    >>> describe_step(3, 100, {"loss": 1.23456, "tokens_per_second": 8573.4}, 754.0)
-    'step 3 of 100, loss 1.235, 8,573 tokens/s, 12:34 left'
-    """
-    parts = [f"step {step} of {of}"]
-    for name, value in figures.items():
-        what = name.removesuffix("_per_second")
-        shown = f"{value:,.0f}" if abs(value) >= 1000 and math.isfinite(value) else f"{value:.4g}"
-        words = what.replace("_", " ")
-        parts.append(f"{words} {shown}" if what == name else f"{shown} {words}/s")
-    if left_seconds is not None:
-        parts.append(f"{duration(left_seconds)} left")
-    return ", ".join(parts)
-
-
 class Progress:
-    """Shows the steps of one test, as often as can be read.
+    """Shows the steps of one test, as often as can be read: "step 3 of 100, loss 1.235, 8,573 tokens/s, 12:34 left".
+
+    A figure whose name ends in ``_per_second`` is a rate, any other has its name before it.
 
     Args:
         write_line: prints a line that stays.
@@ -515,10 +500,16 @@ class Progress:
         if step < of and now - self._shown_at < PLAIN_SECONDS:
             return
         self._shown_at = now
-        numbers = {name: float(figure() if callable(figure) else figure) for name, figure in figures.items()}
+        parts = [f"step {step} of {of}"]
+        for name, figure in figures.items():
+            value, what = float(figure() if callable(figure) else figure), name.removesuffix("_per_second")
+            shown = f"{value:,.0f}" if abs(value) >= 1000 and math.isfinite(value) else f"{value:.4g}"
+            words = what.replace("_", " ")
+            parts.append(f"{words} {shown}" if what == name else f"{shown} {words}/s")
         taken = step - self._first_step
-        left_seconds = (now - self._began) / taken * (of - step) if taken > 0 and of > step else None
-        self._write_line(f"{self._what}: {describe_step(step, of, numbers, left_seconds)}")
+        if taken > 0 and of > step:
+            parts.append(f"{duration((now - self._began) / taken * (of - step))} left")
+        self._write_line(f"{self._what}: {', '.join(parts)}")
 
 
 def progress_of(config: pytest.Config, what: str, *, rank: int) -> ReportProgress:

@@ -224,8 +224,7 @@ class Session:
         run = self._run
         errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
         workload = run.workload_record.compared if run.workload_record is not None else []
-        body: dict[str, Any] = {"ids": self._node_ids, "workload": workload, "errors": errors}
-        body["slowdown"] = run.slowdown
+        body = {"ids": self._node_ids, "workload": workload, "errors": errors, "slowdown": run.slowdown}
         run.watch.enter("collection", run.timeouts.join)
         run.watch.leave()
         first = run.agree(body, self._compare, deadline_seconds=run.timeouts.join) or {}
@@ -237,11 +236,10 @@ class Session:
             session.items[:] = [by_id[nodeid].pop(0) for nodeid in first["ids"]]
         if "disagreement" in first:
             message, text = first["disagreement"]
-            abort = AbortReason(name="collection", message=message, exit=11, text=text)
             if run.rank == 0:
                 run.problem("collection", message, text)
                 run.write_lines(text.splitlines(), red=True)
-            run.watch.agreed_to_end(abort)
+            run.watch.agreed_to_end(AbortReason(name="collection", message=message, exit=11, text=text))
 
     def _compare(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         bodies = {rank: body for rank, body in bodies.items() if "ids" in body}
@@ -255,19 +253,16 @@ class Session:
                 message = f"not every rank can run these tests: {who} cannot: {text}"
             message = first_line(message)
             return {"disagreement": [message, f"{message}\n\n{text}"]}
-        expected = list(bodies[0]["ids"])
         kinds: tuple[tuple[str, Literal["test", "value"]], ...] = (("ids", "test"), ("workload", "value"))
         for key, kind in kinds:
             found = {rank: body[key] for rank, body in bodies.items()}
             different = rendezvous.collection_difference(found[0], found, names, subset=self._subset, kind=kind)
             if different is not None:
-                break
-        if different is not None:
-            return {"disagreement": list(different)}
+                return {"disagreement": list(different)}
         slowdown = max(body["slowdown"] for body in bodies.values())
         if slowdown > 1.0:
             self._run.write_lines([f"{slowdown:.1f} times slower than an ordinary CPU: limits and deadlines follow"])
-        return {"ids": expected, "slowdown": slowdown}
+        return {"ids": bodies[0]["ids"], "slowdown": slowdown}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> bool | None:

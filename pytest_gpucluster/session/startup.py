@@ -182,7 +182,7 @@ class Startup:
         }
 
     def _join(self, problem: AbortReason | None) -> None:
-        run, facts = self._run, self._run.facts
+        run, facts, start = self._run, self._run.facts, self._start
         master_address.require_known(facts)
         if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
             start_store(facts)
@@ -197,7 +197,7 @@ class Startup:
             me,
             timeout_seconds=run.timeouts.join,
             check=self._check,
-            is_hopeless=self._is_hopeless,
+            is_hopeless=lambda: bool(self._lost()[0]) if run.rank == 0 else bool(start and start.rank_0_is_lost()),
             shared={
                 "recorder_pid": recorder_pid,
                 "recorder_started": None if recorder_pid is None else liveness.start_time(recorder_pid),
@@ -210,8 +210,8 @@ class Startup:
         if run.place is not None:
             run.names = {0: name_of_rank({**me, "rank": run.place.index})}
         self._connect(stores, cuda_index=me.get("cuda_index") or 0)
-        if self._start is not None:
-            self._start.is_over = True
+        if start is not None:
+            start.is_over = True
 
     def _connect(self, stores: Stores, *, cuda_index: int) -> None:
         run, facts = self._run, self._run.facts
@@ -329,30 +329,24 @@ class Startup:
             texts = list(dict.fromkeys(facts["problem"] for facts in unable))
             more = [f"and {len(texts) - _TEXTS_SHOWN} other problems"] if len(texts) > _TEXTS_SHOWN else []
             return _reason("\n".join([*texts[:_TEXTS_SHOWN], *more]), unable[0]["exit"])
-        message, text = self._lost() if len(who) < self._run.facts.world_size else ("", "")
+        run, expected = self._run, self._run.settings.expect
+        message, text = self._lost() if len(who) < run.facts.world_size else ("", "")
         if message:
             return AbortReason(name=LOST, message=message, text=text, exit=11)
         found = preflight.problems(
             who,
-            self._run.facts,
-            expectation=self._run.settings.expect,
-            device="cpu" if self._run.rehearsal else "cuda",
-            sku_of=self._run.limits.sku_for,
+            run.facts,
+            expectation=expected,
+            device="cpu" if run.rehearsal else "cuda",
+            sku_of=run.limits.sku_for,
         )
-        self._run.send_cluster(who, [problem.text for problem in found])
-        self._run.uncovered = preflight.gpus_without_a_rank(who, self._run.facts, self._run.settings.expect)
-        if not found:
-            baseline = self._run.baseline
-            why = baseline.incompatibility(self._run.conditions(who)) if baseline is not None else ""
-            wrong = f"--gpucluster-baseline: nothing of this run can be compared with it: {why}"
-            return _refusal(OptionError(wrong)) if why else None
-        return _reason("\n".join(problem.text for problem in found), max(problem.exit for problem in found))
-
-    def _is_hopeless(self) -> bool:
-        """Return whether a rank whose report or answer is awaited has ended before it could give it."""
-        if self._run.rank == 0:
-            return bool(self._lost()[0])
-        return self._start is not None and self._start.rank_0_is_lost()
+        run.send_cluster(who, [problem.text for problem in found])
+        run.uncovered = preflight.gpus_without_a_rank(who, run.facts, expected)
+        if found:
+            return _reason("\n".join(problem.text for problem in found), max(problem.exit for problem in found))
+        why = run.baseline.incompatibility(run.conditions(who)) if run.baseline is not None else ""
+        wrong = f"--gpucluster-baseline: nothing of this run can be compared with it: {why}"
+        return _refusal(OptionError(wrong)) if why else None
 
     def _lost(self) -> tuple[str, str]:
         """Return which ranks of this node have failed before they reported: in one line, and in full."""

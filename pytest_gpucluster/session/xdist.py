@@ -239,7 +239,11 @@ class Controller:
         self.pytest_runtest_logstart(report.nodeid, report.location)
         parts = self._tests[report.nodeid]
         if str(report.when) != "???":  # xdist's own report of a crash, which was reported before
-            self._take(parts, rank, report)
+            parts.phases.setdefault(rank, []).append(report)
+            for body in (value for name, value in report.user_properties if name == PROPERTY):
+                self._note(parts, rank, report, body)
+            if report.when == "teardown":
+                parts.ended.add(rank)
         complete = all(each in parts.ended or each in self._lost for each in range(self._workers))
         if complete and not parts.merged:
             self._merge(parts, report)
@@ -247,15 +251,7 @@ class Controller:
             self._hidden.add(report)
             report.outcome = "passed"
 
-    def _take(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
-        body: Any = next((value for name, value in report.user_properties if name == PROPERTY), None)
-        parts.phases.setdefault(rank, []).append(report)
-        if body is not None:
-            self._note(parts, rank, report, body)
-        if report.when == "teardown":
-            parts.ended.add(rank)
-
-    def _note(self, parts: _Parts, rank: int, report: pytest.TestReport, body: Mapping[str, Any]) -> None:
+    def _note(self, parts: _Parts, rank: int, report: pytest.TestReport, body: Any) -> None:
         record = parts.record
         if record.test.criterion is None and body["criterion"] is not None:
             record.test = CollectedTest.of(report.nodeid, report.location, body["criterion"])
@@ -371,8 +367,15 @@ class Controller:
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
         self._finish(session)
         yield
-        if self._finished:
-            self._last_words(session)
+        if not self._finished:
+            return
+        if self._run.verdict is not None:
+            session.exitstatus = self._run.verdict.exit
+            verdict.keep_exit_code(self._run.verdict.exit)
+        call_verdict_hooks(self._run)
+        if self._cannot_run is not None and "\n" in self._cannot_run:  # the verdict has the first line only
+            self._run.write_lines(self._cannot_run.splitlines(), red=True)
+        self._console.close()
 
     def _finish(self, session: pytest.Session) -> None:
         if self._finished or self._run.recorder is None:
@@ -396,15 +399,6 @@ class Controller:
         why = self._cannot_collect if alike and not self._tests else None
         refused = self._cannot_run if not self._tests else None
         session.exitstatus = shutdown.finish_for_workers(self._run, int(session.exitstatus), why=why, refused=refused)
-
-    def _last_words(self, session: pytest.Session) -> None:
-        if self._run.verdict is not None:
-            session.exitstatus = self._run.verdict.exit
-            verdict.keep_exit_code(self._run.verdict.exit)
-        call_verdict_hooks(self._run)
-        if self._cannot_run is not None and "\n" in self._cannot_run:  # the verdict has the first line only
-            self._run.write_lines(self._cannot_run.splitlines(), red=True)
-        self._console.close()
 
     def pytest_unconfigure(self) -> None:
         self._run.monitor.close()

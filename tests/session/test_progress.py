@@ -27,7 +27,8 @@ def test_a_plain_line_comes_now_and_then_and_for_the_last_step():
     steps = Steps()
     assert steps.after(0, 1) == []
     assert steps.after(PLAIN_SECONDS - 0.1, 2) == []
-    assert steps.after(0.1, 11, loss=2.0) == ["test_it: step 11 of 100, loss 2, 1:29 left"]
+    shown = steps.after(0.1, 11, loss=2.0, tokens_per_second=8573.4)
+    assert shown == ["test_it: step 11 of 100, loss 2, 8,573 tokens/s, 1:29 left"]
     assert len(steps.after(PLAIN_SECONDS / 2, 20)) == 1
     assert steps.after(0.1, 100)[1:] == ["test_it: step 100 of 100"]
 
