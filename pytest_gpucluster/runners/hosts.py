@@ -116,8 +116,7 @@ def expand_nodes(
         names = expand_hostlist(text)
     except LaunchError as error:
         raise OptionError(f"{option}: {error}") from None
-    unknown = [name for name in names if known is not None and name not in known]
-    if unknown:
+    if unknown := [name for name in names if known is not None and name not in known]:
         raise OptionError(f"{option}: {compress_hostlist(unknown)} not in {where}")
     return names
 

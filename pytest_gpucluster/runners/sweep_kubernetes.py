@@ -234,9 +234,8 @@ class Kubernetes:
                 if pod.ended and pod.name not in ended:
                     ended.add(pod.name)
                     yield pod, time.monotonic() - begun
-            if is_over(state) or len(ended) >= len(nodes):
-                return
-            if time.monotonic() - begun > within + self.grace_seconds:
+            is_late = time.monotonic() - begun > within + self.grace_seconds
+            if is_late or is_over(state) or len(ended) >= len(nodes):
                 return
             time.sleep(self.poll_seconds)
 

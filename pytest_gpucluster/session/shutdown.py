@@ -175,7 +175,6 @@ def finish(run: Run, pytest_exit: int, *, why: str | None = None) -> int:
 
 
 def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
-
     def settle(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         failure = run.recorder.failure_now(_TRY_AGAIN_SECONDS) if run.recorder is not None else None
         if failure is not None:

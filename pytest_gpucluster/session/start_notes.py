@@ -178,7 +178,6 @@ def begun(config: pytest.Config) -> Iterator[None]:
 
     Only where torchrun has started this process as a rank, and for the first time.
     """
-
     file = _file_of_this_rank()
     if file is None:
         yield
