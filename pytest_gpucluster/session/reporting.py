@@ -390,7 +390,7 @@ class Console:
         writer = reporter._tw
         if self._verbosity == 0:
             name = padded(clean(row.name.removeprefix("test_")), _NAME_COLUMNS)
-            text = _result_text(row, journal)
+            text = _result_text(row, journal, with_rank=False)
             begun, gap = " " * writer.width_of_current_line, "  " if columns(name) <= _NAME_COLUMNS else " "
             indent = " " * (2 + _WORD_COLUMNS + 1)
             lines = paragraph(
@@ -399,7 +399,7 @@ class Console:
             writer.write("\n".join([lines[0][len(begun) :].rstrip(), *lines[1:]]))
             self._ends_at = writer.width_of_current_line
         else:
-            text = _below(row, journal)
+            text = "" if row.outcome == "skipped" else _result_text(row, journal, with_rank=True)
             lines = paragraph(text, writer.fullwidth, first=_DETAIL, rest=_DETAIL) if text else []
             writer.write("".join(f"\n{line}" for line in lines))
         reporter.flush()
@@ -444,17 +444,12 @@ class Console:
             reporter.write_line(line)
 
 
-def _result_text(row: Row, journal: Journal | None) -> str:
-    if row.is_good:
-        return "" if row.headline is None else headline_text(row.headline)
-    return failure_text(row, journal)
-
-
-def _below(row: Row, journal: Journal | None) -> str:
-    if row.outcome == "skipped":
-        return ""
-    text, judged = _result_text(row, journal), row.headline
-    if row.is_good and text and judged is not None and judged.worst_rank is not None and journal is not None:
+def _result_text(row: Row, journal: Journal | None, *, with_rank: bool) -> str:
+    if not row.is_good:
+        return failure_text(row, journal)
+    judged = row.headline
+    text = "" if judged is None else headline_text(judged)
+    if with_rank and text and judged is not None and judged.worst_rank is not None and journal is not None:
         return f"{text}, {rank_name(journal, judged.worst_rank)}"
     return text
 
