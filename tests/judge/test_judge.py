@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from complaints import in_order
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from verdicts import ALGBW, BUSBW, GB, LIMITS, all_ranks, bf16, busbw, hold
 
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge import judge, loader
 from pytest_gpucluster.judge.judge import judge_value
 from pytest_gpucluster.metrics import measurement as metrics
 from pytest_gpucluster.metrics.catalogue import Metric
@@ -44,12 +45,10 @@ def test_slow_ranks_fail_and_are_named_in_one_line():
     long = hold({rank: [busbw(312.4, labels=GB | {"note": "x" * 300})] for rank in range(8)}).message
     assert len(long) <= 200
     assert "on rank 0 (gpu-00, GPU 0 GPU-1f2e)" in long
-    hot = {3: {"throttle_share": dict.fromkeys(SLOWDOWNS, 0.5), "lost": "x"}}
-    noted = all_ranks(r3=312.4, labels=GB | {"algorithm": "y" * 40})
-    explained = hold(noted, telemetry=hot).message
-    assert len(explained) <= 200
-    assert "…" in explained
-    assert explained.endswith("on rank 3 (gpu-00, GPU 3 GPU-1f2e)")
+    reason = f"a {'x' * 90}: {'why ' * 30}on rank 3 (gpu-00, GPU 3); also: b on rank 1"
+    explained = judge._message([SimpleNamespace(reason=reason, labels={})] * 2)
+    assert len(explained) == 200
+    assert explained.endswith("… on rank 3 (gpu-00, GPU 3); 1 more")
 
 
 @pytest.mark.parametrize("gbps", [442.1, 312.4], ids=["above the limit", "below"])
