@@ -226,9 +226,9 @@ def run_torchrun(arguments: list[str]) -> AgentResult:
     except SystemExit:
         # Thirty lines of usage, then the error.
         last = (stderr.getvalue().strip().splitlines() or ["no message"])[-1]
-        return AgentResult(
-            outcome="usage", message=f"torchrun refuses its options: {last.partition('error: ')[2] or last}"
-        )
+        more = "`torchrun --help` lists them; pytest's, such as --gpucluster-expect, are written after --"
+        why = last.partition("error: ")[2] or last
+        return AgentResult(outcome="usage", message=f"torchrun refuses its options: {why}. {more}")
     if not options.module or options.training_script != "pytest":
         return AgentResult(
             outcome="usage",
