@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder / "session").mkdir()
         session = soak_session.run(options.session, folder / "session")
         print("", *soak_session.table(session), sep="\n", flush=True)
-        is_good = is_good and not session.wrong
+        is_good = is_good and not session.problems
     if is_good:
         shutil.rmtree(folder)
     taken = time.monotonic() - begin

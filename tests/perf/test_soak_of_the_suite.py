@@ -206,6 +206,13 @@ def test_a_session_that_grows_is_wrong_and_one_that_does_not_is_not():
     assert soak_session.growth_problems(soak_session.growths(missing)) == ["recorder: fewer than 6 samples"]
 
 
+@pytest.mark.parametrize(("problems", "code"), [([], 0), (["rank 1: threads grow"], 1)])
+def test_what_the_long_session_finds_decides_too(problems, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "soak", lambda numbers, **_: [])
+    monkeypatch.setattr(soak_session, "run", lambda tests, folder: soak_session.Session(tests=tests, problems=problems))
+    assert soak.main(["--rounds", "1", "--session", "40", "--keep", str(tmp_path)]) == code
+
+
 @pytest.mark.extended
 def test_a_long_session_with_faults_holds_no_more_at_its_end(tmp_path):
     session = soak_session.run(120, tmp_path)
