@@ -152,7 +152,7 @@ def exclude_text(
         result: of an isolation; None where there was none.
         host: unit -> its host, as Slurm calls the node.
         name: unit -> its name in the comments; by default the host.
-        failed: host -> the test that failed there, and nowhere else or on few others.
+        failed: host -> why: what failed there, and nowhere else or on few others.
 
     Raises:
         LaunchError: a host has no name that a host list can hold.
@@ -164,9 +164,9 @@ def exclude_text(
     if not culprits and not failed:
         return ""
     hosts = [*failed, *(hosts_to_exclude(result, host=host) if result is not None else ())]
-    why = "Each failed again with partners that pass without it." if culprits else ""
-    lines = [f"# Nodes to leave out of the next jobs. {why}".rstrip()]
-    lines += [f"# {its}: failed {' '.join(test.split())}" for its, test in failed.items()]
+    each = "Each failed again with partners that pass without it." if culprits else ""
+    lines = [f"# Nodes to leave out of the next jobs. {each}".rstrip()]
+    lines += [f"# {its}: {' '.join(why.split())}" for its, why in failed.items()]
     for culprit in culprits:
         lines.append(f"# {' '.join(culprit.summary(name or host).split())}")
         if culprit.kind == "link":

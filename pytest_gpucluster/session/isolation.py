@@ -330,7 +330,7 @@ class Isolator:
         if record.outcome != "failed" or record.between_attempts or searched or not named:
             return
         if 2 * len(named) <= len(set(part_of.values())):
-            test = one_line(f"{record.test.nodeid}: {record.message}", 2 * MESSAGE_CHARACTERS)
+            test = one_line(f"failed {record.test.nodeid}: {record.message}", 2 * MESSAGE_CHARACTERS)
             self._failed = {host_of[rank]: test for rank in sorted(record.culprits)} | self._failed
             self._exclude(*((None, None) if self._last is None else (self._last.plan, self._last.found)))
 

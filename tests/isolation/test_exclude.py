@@ -68,7 +68,7 @@ def test_hosts_at_which_a_test_failed_are_listed_with_it_beside_confirmed_ones_o
     for result, hosts in ((found(unit(3)), ["gpu-003", "gpu-008"]), (found(), ["gpu-008"]), (None, ["gpu-008"])):
         text = exclude_text(result, host=host, failed=failed)
         assert sections(text)["[kubernetes]"] == hosts
-        assert "# gpu-008: failed test_ddp: rank 64 has [slurm] all\n" in text
+        assert "# gpu-008: test_ddp: rank 64 has [slurm] all\n" in text
         assert ("with partners" in text) == (len(hosts) == 2)
 
 

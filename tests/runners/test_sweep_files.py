@@ -18,8 +18,8 @@ def test_who_did_not_get_through_alone_is_listed_with_why_in_the_forms_that_sche
     files.write(verdict, [passed, *bad], None)
     _, *lines = (tmp_path / "exclude.txt").read_text().splitlines()
     assert lines == [
-        "# gpu-003: failed REJECTED: hbm: slow [slurm] all",
-        "# gpu-007: failed REJECTED: x",
+        "# gpu-003: REJECTED: hbm: slow [slurm] all",
+        "# gpu-007: REJECTED: x",
         "#",
         "# sbatch --exclude=\"$(sed -n '/^\\[slurm\\]/{n;p}' exclude.txt)\" ...",
         "[slurm]",

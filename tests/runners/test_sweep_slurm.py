@@ -127,7 +127,7 @@ def test_nodes_that_fail_alone_are_listed_and_left_out(fake, sweep, tmp_path):
     assert fake.noted("scancel") == []
     excluded = (tmp_path / "out" / "latest" / "exclude.txt").read_text()
     assert "\n[slurm]\nn[2,4,7-9]\n" in excluded
-    assert "# n2: failed REJECTED: matmul: matmul 1 TFLOPS < 2 TFLOPS\n" in excluded
+    assert "# n2: REJECTED: matmul: matmul 1 TFLOPS < 2 TFLOPS\n" in excluded
     table = (tmp_path / "out" / "latest" / "sweep.txt").read_text()
     assert table in printed.out + "\n"
     assert printed.out.splitlines()[-1].startswith("REJECTED, exit code 1: rejected: n2; n2: matmul: matmul 1 TFLOPS")
