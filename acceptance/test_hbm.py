@@ -28,8 +28,9 @@ def test_hbm(kind, cluster, workload, telemetry, measure):
     When it fails: a rate below the limit on one GPU: look at the recorded memory clock, at ECC errors and row remaps
     (``nvidia-smi -q -d ECC,ROW_REMAPPER``), and at other jobs on it. On all GPUs: the driver (older ones copy
     more slowly), ECC modes, or a limit meant for another GPU. Inconclusive: something else uses the memory. Wrong
-    data: take this GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``). An error about
-    memory: a copy needs two buffers, and another process may use what is missing.
+    data: take this GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``).
+
+    An error about memory: a copy needs two buffers, and another process may use what is missing.
 
     On cpu this rehearses with small buffers.
     """

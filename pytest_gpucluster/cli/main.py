@@ -125,7 +125,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if module in ("run", "doctor"):
         options.for_torchrun = unknown
     elif unknown:
-        getattr(options, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
+        after = "; pytest's are written after --" if command in FORWARDING else ""
+        hint = f"`--help` lists this command's options{after}"
+        getattr(options, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}. {hint}")
     if options.command is None:
         parser.print_help(sys.stderr)
         raise SystemExit(cli.USAGE)

@@ -37,12 +37,13 @@ FORWARDED = {
 would end them without a report."""
 _NEXT = {
     0: "`gpucluster certificate create DIR` where it is ACCEPTED; `gpucluster runs compare` with an earlier run",
+    1: "what to do stands above and in report.html; `-k` runs the tests again that it is about",
     10: "`gpucluster doctor` with the same arguments lists what cannot run, and what to type",
+    11: "docs/troubleshooting.md, by the message of this line",
     12: "run again without the deviations: without weaker limits or sizes, and without reruns",
 }
-"""Exit code -> what to do next."""
+"""Exit code -> what to do next, where the verdict's reason does not say it."""
 _ON_GPUS = "on GPUs `gpucluster node selftest`, then `gpucluster run -- --gpucluster-expect=1x8xH100`"
-_SEE_PAGE = "report.html has what to do; more in docs/troubleshooting.md"
 _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
@@ -106,8 +107,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def print_next(directory: str, code: int, kind: str) -> None:
     """Print what to do after a run with this exit code, if its page is on this node."""
-    if directory and Path(directory, "report.html").exists():
-        print_line(f"next: {_ON_GPUS if kind and code == 0 else _NEXT.get(code, _SEE_PAGE)}")
+    if code in _NEXT and directory and Path(directory, "report.html").exists():
+        print_line(f"next: {_ON_GPUS if kind and code == 0 else _NEXT[code]}")
 
 
 class SignalForwarder:

@@ -30,6 +30,7 @@ from pytest_gpucluster.text import one_line, plural, printable
 _EXAMPLES = """\
     gpucluster thresholds check my-limits.yaml
     gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw --label size="1 GB"
+    gpucluster thresholds explain --sku "H100 SXM" hbm.copy.bandwidth --thresholds my-limits.yaml
     gpucluster thresholds calibrate run-1/ run-2/ --out my-limits.yaml
     gpucluster thresholds judge --sku "H100 SXM" matmul.fp32.tflops="51.5 TFLOPS"
     gpucluster thresholds judge --sku H200 --world-size 16 --nodes 2 --label size="8 GiB" --label transport=NET/IB \\

@@ -57,11 +57,12 @@ passes."""
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The word, its exit code, and the reason in one line."""
+    """The word, its exit code, and the reason in one line; ``places``: of the culprits, where they are known."""
 
     word: str
     exit: int
     reason: str
+    places: str = ""
 
 
 def marked(word: str, kind: str) -> str:

@@ -6,9 +6,8 @@ All of it is pure. Where no entry decides about a value, :func:`missing_limit` g
     ...              "temperature_celsius": [70, 88, 91]})
     'HW thermal slowdown 62 % of the time, 91 degC'
 
-An explanation comes from the telemetry of the rank's GPU during the test, and never decides: a GPU at its power limit
-is reported, and is healthy. Telemetry travels in plain JSON types from ranks of any version, so
-what is not of the form of ``node.health.telemetry.summary`` is ignored.
+An explanation comes from the telemetry of the rank's GPU during the test, and never decides. Telemetry travels in plain
+JSON types from ranks of any version, so what is not of the form of ``node.health.telemetry.summary`` is ignored.
 """
 
 from __future__ import annotations
@@ -162,13 +161,13 @@ SLOWDOWNS: Mapping[str, str] = {
 """Throttle reasons of a GPU that is too hot or short of power, as nvidia-smi calls them; the health criterion's set."""
 
 NOTES: Mapping[str, str] = {
-    "sw_power_cap": "power limit {} (normal under full load)",
     "applications_clocks": "clocks held by their setting {} (nvidia-smi -ac, -lgc)",
     "sync_boost": "clocks held to those of other GPUs {} (sync boost)",
     "board_limit": "board limit {}",
     "reliability": "reliability limit {}",
 }
-"""Throttle reasons that a healthy GPU can have. Source: NVML API reference, nvmlClocksEventReasons."""
+"""Throttle reasons that a healthy GPU can have, but the power limit: each GPU is at it under full load, so it explains
+nothing. Source: NVML API reference, nvmlClocksEventReasons."""
 
 LEAST_SHARE = 0.01
 """A slowdown in a smaller part of the time explains nothing that a limit is missed by; this suite's rule."""

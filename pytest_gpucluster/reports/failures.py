@@ -19,7 +19,7 @@ from pytest_gpucluster.judge.misses import explanation
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.reports.charts.plots import missing_ranks
 from pytest_gpucluster.reports.findings import isolation_of
-from pytest_gpucluster.reports.summary import GROUPS, NODE, Outline, Row
+from pytest_gpucluster.reports.summary import GROUPS, NODE, Outline, Row, display_name, missed_ratio, ratios_to_others
 from pytest_gpucluster.reports.tables import headline_text, margin
 from pytest_gpucluster.text import rank_ranges, some_of
 
@@ -78,6 +78,26 @@ def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int
     return found
 
 
+def failures_elsewhere(journal: Journal, overview: Outline) -> dict[str, str]:
+    """Return of each limit that more ranks miss than a culprit among them: the test's id -> "gpu-01 GPU 3 (rank 7), which
+    failed hbm[read]"."""
+    found = {}
+    for ranks, (worst, *rows) in failures_by_place(journal, overview).items():
+        text = f"{place_text(ranks, journal)}, which failed {display_name(worst.name)}"
+        missed = [row for row in rows if row.headline is not None and row.headline.status == "failed"]
+        found.update({row.nodeid: text for row in missed if ranks < culprit_ranks(row, journal)})
+    return found
+
+
+def places_text(journal: Journal, overview: Outline, reason: str) -> str:
+    """Return the places of the culprits, where the reason of the verdict is a failed test; else an empty text."""
+    if not any(reason.startswith(row.nodeid) for row in overview.bad):
+        return ""
+    places = [place_text(ranks, journal) for ranks in failures_by_place(journal, overview) if ranks]
+    return some_of(places, _PLACES, "; ")
+
+
+_PLACES = 8
 _FEW = 4
 """More ranks that miss a limit share a cause."""
 
@@ -89,10 +109,11 @@ def _apart(row: Row, ranks: frozenset[int]) -> Iterator[tuple[frozenset[int], Ro
     if judged is None or result is None or not of_each or not 1 < len(ranks) <= _FEW:
         yield ranks, row
         return
+    ratios = ratios_to_others(judged)
     for rank in sorted(ranks, key=judged.values.__getitem__):
-        value, interval = judged.values[rank], judged.intervals.get(rank)
+        value, interval, ratio = judged.values[rank], judged.intervals.get(rank), ratios.get(rank)
         distance = margin(judged, value, interval)
-        own = replace(judged, value=value, worst_rank=rank, interval=interval, margin=distance)
+        own = replace(judged, value=value, worst_rank=rank, interval=interval, margin=distance, ratio_to_median=ratio)
         yield frozenset({rank}), replace(row, headline=own, result=replace(result, culprits=(rank,), isolation={}))
 
 
@@ -189,7 +210,7 @@ def _miss_text(row: Row) -> str:
         over = f", over {carrier} and not {' or '.join(expected)}" if expected and carrier not in expected else ""
         several = len({each.metric for each in row.result.measurements if each.limit} if row.result else ()) > 1
         text = f"{judged.metric.rpartition('.')[2]} " * several + headline_text(judged) + over
-        return text if own is not None and own < 0 else judged.reason
+        return text if missed_ratio(judged) or (own is not None and own < 0) else judged.reason
     if row.result is None or not row.why.endswith("\N{HORIZONTAL ELLIPSIS}"):
         return row.why
     start = row.why[:-1]
@@ -201,11 +222,13 @@ def _miss_text(row: Row) -> str:
 
 
 def advice(row: Row) -> list[str]:
-    """Return what may explain a failure by the telemetry of the worst rank, and what to do, as far as it is known."""
+    """Return what may explain a failure by the telemetry of the worst rank, and what to do, as far as it is known; of
+    what to do not the beginning of another one."""
     judged, result = row.headline, row.result
     if result is None:
         return []
-    found = [f"what to do: {remedy}" for _, remedy in advice_in((result.message, result.text))]
+    remedies = [remedy for _, remedy in advice_in((result.message, result.text))]
+    found = [f"what to do: {each}" for each in remedies if not any(o != each and o.startswith(each) for o in remedies)]
     if judged is not None and judged.status == "failed" and judged.worst_rank is not None:
         own = judged.telemetry.get(judged.worst_rank, {})
         whole = {} if own.get("samples") else result.telemetry.get(judged.worst_rank, {})

@@ -23,7 +23,8 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import KIND_NAMES, SIMULATED, CollectedTest, JUnitOptions, TestResult
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, PASSED_WITH_DEVIATIONS, REHEARSED, SELECTION_PASSED
 from pytest_gpucluster.reports.facts import run_properties
-from pytest_gpucluster.reports.summary import moment, run_seconds
+from pytest_gpucluster.reports.failures import failures_elsewhere
+from pytest_gpucluster.reports.summary import moment, outline, run_seconds
 from pytest_gpucluster.reports.tables import limit_text, rank_tables, result_pairs
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, clip, one_line, visible
 
@@ -112,7 +113,7 @@ def _cases(journal: Journal, options: JUnitOptions) -> list[ET.Element]:
     """Return every testcase: collected ones in their order, other results, then problems outside of tests."""
     results = {result.nodeid: result for result in journal.results}
     running = journal.running.nodeid if journal.running is not None else None
-    collected = list(journal.collected or ())
+    collected, elsewhere = list(journal.collected or ()), failures_elsewhere(journal, outline(journal))
     known = {test.nodeid for test in collected}
     extra = [nodeid for nodeid in (*results, running) if nodeid is not None and nodeid not in known]
     collected += [CollectedTest(nodeid=nodeid) for nodeid in dict.fromkeys(extra)]
@@ -126,7 +127,7 @@ def _cases(journal: Journal, options: JUnitOptions) -> list[ET.Element]:
         elif test.nodeid in results:
             result = results[test.nodeid]
             case = _case(_address(result, options), result, options)
-            _fill(case, result, journal, options)
+            _fill(case, result, journal, options, elsewhere.get(test.nodeid, ""))
         else:
             _decide(case, "skipped", f"not run: {journal.ended_by or journal.verdict}", kind=_SKIP)
         cases.append(case)
@@ -192,7 +193,7 @@ def _ended_here(journal: Journal) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _fill(case: ET.Element, result: TestResult, journal: Journal, options: JUnitOptions) -> None:
+def _fill(case: ET.Element, result: TestResult, journal: Journal, options: JUnitOptions, elsewhere: str) -> None:
     case.set("time", _seconds(result.call_seconds if options.duration_report == "call" else result.duration_seconds))
     properties = [*result_pairs(result), *result.properties]
     if properties and options.family != "xunit2":
@@ -204,6 +205,9 @@ def _fill(case: ET.Element, result: TestResult, journal: Journal, options: JUnit
     elif result.outcome in ("failed", "error"):
         is_named = result.phase == "call" or result.phase in result.message
         message = result.message if is_named else f"in {result.phase}: {result.message}"
+        if elsewhere:
+            taking_part = f"; with {elsewhere}"
+            message = one_line(message, MESSAGE_CHARACTERS - len(taking_part)) + taking_part
         # The table comes first, because readers cut off the end of a long text.
         body = "\n\n".join(part for part in (rank_tables(result, journal), result.text) if part)
         _decide(case, "failure" if result.outcome == "failed" else "error", message, body)

@@ -16,6 +16,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.verdict import ACCEPTED, title
 from pytest_gpucluster.judge.judged import JudgedMetric, cause_order
+from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.text import first_line
 
@@ -228,9 +229,36 @@ def worst_first(measurements: Iterable[JudgedMetric]) -> list[JudgedMetric]:
     return sorted(measurements, key=lambda judged: STATUS_ORDER.get(judged.status, 1))
 
 
+def missed_ratio(judged: JudgedMetric) -> tuple[float, float] | None:
+    """Return the lowest rank's ratio to the median of the others and the least one allowed, where only this
+    comparison is missed; else None."""
+    limit, ratio = judged.limit, judged.ratio_to_median
+    if limit is None or ratio is None or limit.min_ratio_to_median is None or ratio >= limit.min_ratio_to_median:
+        return None
+    has_bounds = (limit.min, limit.max) != (None, None)
+    if (
+        judged.status != "failed"
+        or judged.inconclusive
+        or (has_bounds and (judged.margin is None or judged.margin < 0))
+    ):
+        return None
+    return ratio, limit.min_ratio_to_median
+
+
+def ratios_to_others(judged: JudgedMetric) -> dict[int, float]:
+    """Return how each rank compares with the others (``straggler_ratios``); empty where that is not defined."""
+    values = {rank: value for rank, value in judged.values.items() if math.isfinite(value)}
+    higher = is_better_higher(judged)
+    if higher is None or len(values) < 2 or min(values.values()) < 0:
+        return {}
+    return straggler_ratios(values, "higher" if higher else "lower")
+
+
 def margin_ratio(judged: JudgedMetric) -> float | None:
-    """Return the margin if it is a ratio of the limit; None for a limit of zero and without one."""
-    limit = judged.limit
+    """Return the margin of what decides if it is a ratio of the limit; None for a limit of zero and without one."""
+    limit, missed = judged.limit, missed_ratio(judged)
+    if missed is not None:
+        return missed[0] / missed[1] - 1
     if limit is None or judged.margin is None or not math.isfinite(judged.margin) or 0 in (limit.min, limit.max):
         return None
     return judged.margin

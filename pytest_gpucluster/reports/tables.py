@@ -18,7 +18,7 @@ from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import bound_margin, most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.reports.summary import margin_ratio, worst_first
+from pytest_gpucluster.reports.summary import margin_ratio, missed_ratio, worst_first
 from pytest_gpucluster.text import one_line, rank_ranges
 
 _CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
@@ -166,9 +166,13 @@ def metric_name(judged: JudgedMetric) -> str:
 
 def limit_text(judged: JudgedMetric, *, first_only: bool = False) -> str:
     """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us", ">= 46 TFLOPS (expected 60 TFLOPS)" or "no limit", then what else
-    the limit demands; where the site's limit is weaker, ">= 350 GB/s (shipped: >= 400 GB/s)"."""
+    the limit demands; where the site's limit is weaker, ">= 350 GB/s (shipped: >= 400 GB/s)". ``first_only``: what
+    decides."""
     if judged.limit is None:
         return "recorded only" if first_only and judged.status == "recorded" else "no limit"
+    missed = missed_ratio(judged) if first_only else None
+    if missed is not None:
+        return f">= {quantity(100 * missed[1], '%')} of the median"
     most = 1 if first_only else None
     found = ", ".join(judged.limit.demands(judged.unit)[:most]) or "no limit"
     return found + (f" (shipped: {', '.join(judged.shipped.demands(judged.unit)[:most])})" if judged.shipped else "")
@@ -176,7 +180,11 @@ def limit_text(judged: JudgedMetric, *, first_only: bool = False) -> str:
 
 def value_text(judged: JudgedMetric) -> str:
     """Return the worst rank's value, with enough digits to distinguish it from its limit; where the end of its interval
-    decides, with that: "281.2 GB/s (at least 280.9)"."""
+    decides, with that: "281.2 GB/s (at least 280.9)"; where the comparison with the others does, with that: "90.33 %
+    (2.801 TB/s)"."""
+    missed = missed_ratio(judged)
+    if missed is not None:
+        return f"{_percentage(missed)} ({quantity(judged.value, judged.unit)})"
     text = quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
     decides, number = _deciding_value(judged), _deciding_number(judged)
     if judged.value is None or decides is None or text.startswith(f"{number} "):
@@ -199,6 +207,10 @@ def headline_text(judged: JudgedMetric) -> str:
 
 
 def _compared_text(judged: JudgedMetric) -> str:
+    missed = missed_ratio(judged)
+    if missed is not None:
+        least, value_there = quantity(100 * missed[1], "%"), quantity(judged.value, judged.unit)
+        return f"{_percentage(missed)} < {least} of the others' median ({value_there})"
     limit, value = judged.limit, _deciding_value(judged)
     bound = nearest_limit(judged, value)
     if limit is None or value is None or bound is None or not math.isfinite(value):
@@ -212,6 +224,11 @@ def _compared_text(judged: JudgedMetric) -> str:
         relation = (">=" if value >= bound else "<") if is_least else ("<=" if value <= bound else ">")
     shipped = f" (shipped: {', '.join(judged.shipped.demands(judged.unit)[:1])})" if judged.shipped else ""
     return f"{_deciding_number(judged)} {relation} {allowed}{shipped}"
+
+
+def _percentage(missed: tuple[float, float]) -> str:
+    ratio, least = missed
+    return quantity(100 * ratio, "%", compared_with=100 * least)
 
 
 def _deciding_number(judged: JudgedMetric) -> str:

@@ -150,14 +150,15 @@ def _map(journal: Journal, overview: Outline, *, width: int, colour: bool) -> li
 
 def _culprits(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
     """Return what failed where, with what may explain it and what to do."""
-    lines = []
+    lines, advised = [], set[str]()
     places = failures.failures_by_place(journal, overview).values()
     for rows in list(places)[:_MOST_PLACES]:
         row, more = rows[0], f", and {len(rows) - 1} more" if len(rows) > 1 else ""
         text = one_line(failures.failure_text(row, journal, name=display_name(row.name)), _FAILURE_CHARACTERS) + more
         lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, rest=_INDENT)]
         for what in failures.advice(row):
-            lines += paragraph(what, width, first=_INDENT, rest=_INDENT)
+            lines += paragraph(what, width, first=_INDENT, rest=_INDENT) if what not in advised else []
+            advised.add(what)
     if len(places) > _MOST_PLACES:
         lines.append(f"and {len(places) - _MOST_PLACES} more places; -v lists all that failed")
     return lines

@@ -237,10 +237,9 @@ class Isolator:
         """
         run = self._run
         begin = time.monotonic()
-        self._say(f"searching for the culprit, for {run.workload.isolation.budget_seconds:g} s at most")
-        plan = None
-        if run.rank == 0:
-            plan = Plan(run, seconds=run.workload.isolation.budget_seconds - self._spent_seconds)
+        left = run.workload.isolation.budget_seconds - self._spent_seconds
+        self._say(f"searching for the culprit, for {left:.0f} s at most")
+        plan = Plan(run, seconds=left) if run.rank == 0 else None
         interrupted = ""
         try:
             self._probe_all(item, plan)

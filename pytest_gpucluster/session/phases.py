@@ -37,6 +37,7 @@ from pytest_gpucluster.session.reporting import (
     summary_of,
     traceback_of,
     where_released,
+    with_remedy,
 )
 from pytest_gpucluster.session.selection import criterion_of, deadline_of, why_not_applicable
 from pytest_gpucluster.text import clip, first_line
@@ -397,7 +398,7 @@ class Phases:
         if found.late and any(outcome.outcome == "hung" for outcome in outcomes):  # once, for all pairs of ranks
             merged = replace(merged, text=f"{merged.text}\n\n{found.late}")
         if (merged.outcome in ("passed", "failed", "error") or merged.too_slow) and when == "call" and self._judges:
-            merged = judge_merged(run, record, merged, outcomes)
+            merged = with_remedy(judge_merged(run, record, merged, outcomes), item)
         if self._is_escalated:
             merged = replace(merged, judged=True)
         self.last_merged, self.last_outcome = merged, outcomes[0]

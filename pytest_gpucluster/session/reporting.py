@@ -10,7 +10,9 @@ which this plugin has replaced.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import re
 import time
 import traceback
 import warnings
@@ -105,6 +107,18 @@ class _Crash:
 
     def __str__(self) -> str:  # what --tb=line prints
         return self.message
+
+
+_REMEDY = re.compile(r"^When it fails: (.+?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def with_remedy(merged: Merged, item: pytest.Item) -> Merged:
+    """Return a failure with what its test's docstring has under "When it fails", unless its text has what to do."""
+    found = _REMEDY.search(inspect.getdoc(getattr(item, "obj", None)) or "")
+    if found is None or merged.outcome != "failed" or "what to do: " in merged.text:
+        return merged
+    remedy = " ".join(found[1].replace("``", "`").split())
+    return replace(merged, text=f"{merged.text}\n\nwhat to do: {remedy}")
 
 
 def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
@@ -439,7 +453,7 @@ class Console:
             files = existing_files(run.directory, junit=run.junit_path)
         for line in [
             *report_lines(files, verbose=verbosity > 0),
-            *verdict_lines(seen, width=10_000, colour=colour),  # the last line, whole
+            *verdict_lines(seen, width=width if reporter.isatty else 10_000, colour=colour),  # whole in a log
         ]:
             reporter.write_line(line)
 

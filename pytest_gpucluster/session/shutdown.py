@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from pytest_gpucluster.journal.run_directory import VerdictRecord
 from pytest_gpucluster.journal.test_record import now
 from pytest_gpucluster.journal.verdict import ExitNote, write_note
 from pytest_gpucluster.launch import detached_process
+from pytest_gpucluster.reports.failures import places_text
 from pytest_gpucluster.reports.recorder.client import reports_seconds, wait_for_end
+from pytest_gpucluster.reports.summary import outline
 from pytest_gpucluster.session.run import Run
 from pytest_gpucluster.text import first_line, one_line, plural, visible
 
@@ -89,7 +91,7 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
         except JournalError as error:  # none is expected, and the process must end with a verdict
             results.append(TestResult(nodeid=record.test.nodeid, outcome=record.outcome))
             problems.append(f"{record.test.nodeid} is recorded in part only: {error}")
-    return verdict.decide(
+    decided = verdict.decide(
         results,
         pytest_exit=pytest_exit,
         abort=None if abort is None else (abort.exit, abort.message),
@@ -102,6 +104,8 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
         deviations=run.deviations,
         topology="; ".join([_topology(run), *_remarks(run)]),
     )
+    journal = run.journal_copy.journal() if decided.exit == 1 else None
+    return replace(decided, places=places_text(journal, outline(journal), decided.reason)) if journal else decided
 
 
 def _topology(run: Run) -> str:
@@ -287,7 +291,7 @@ def _leave_note(run: Run, result: verdict.Verdict) -> None:
             launcher=run.launcher,
             word=result.word,
             exit=result.exit,
-            reason=result.reason,
+            reason=": ".join(filter(None, (result.places, result.reason))),  # a terminal may cut it
             kind=run.kind,
             host=run.roll.first_host,
             directory=str(directory),

@@ -51,7 +51,8 @@ def test_every_node_ends_with_the_exit_code_of_the_run_and_names_the_reports(tmp
     assert run.exits == [1, 1], run.output
     reports = (run.directory / "reports" / "latest").resolve()
     first, second = last_lines(run)
-    assert first.startswith("gpucluster: REHEARSAL, REJECTED, exit code 1: test_it.py::test_it failed: rank 1 (node-b)")
+    begin = "gpucluster: REHEARSAL, REJECTED, exit code 1: node-b (rank 1): test_it.py::test_it failed: rank 1 (node-b)"
+    assert first.startswith(begin)
     assert first.endswith(f"(reports: {reports})")
     assert second == first.replace("(reports: ", "(reports: node-a:")
 
@@ -136,7 +137,7 @@ def test_a_place_to_meet_that_does_not_resolve_is_wrong_usage_before_torchrun_st
         (0, "REHEARSAL", "gpucluster node selftest"),
         (0, "SIMULATED", "gpucluster node selftest"),
         (0, "", "gpucluster certificate create"),
-        (1, "REHEARSAL", "report.html has"),
+        (1, "REHEARSAL", "report.html"),
         (10, "REHEARSAL", "gpucluster doctor"),
         (12, "", "without the deviations"),
     ],

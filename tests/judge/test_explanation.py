@@ -56,7 +56,6 @@ EXPLAINED = {
     "HW slowdown 1 % of the time, 70 degC": seen(throttle_share={"hw_slowdown": LEAST_SHARE}),
     "board limit 50 % of the time": seen(throttle_share={"board_limit": NOTED_SHARE}),
     "HW power brake 100 % of the time": seen(throttle_share={"hw_power_brake": 1.0}),
-    "power limit 98 % of the time (normal under full load)": seen(throttle_share={"sw_power_cap": 0.98}),
     "clocks held by their setting 100 % of the time (nvidia-smi -ac, -lgc)": seen(
         throttle_share={"applications_clocks": 1.0}
     ),

@@ -8,7 +8,14 @@ from example_runs import NAMES, journal_of
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
 from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
-from pytest_gpucluster.reports.failures import cluster_map, failures_by_place, merged_nodes
+from pytest_gpucluster.reports import junit
+from pytest_gpucluster.reports.failures import (
+    cluster_map,
+    failures_by_place,
+    failures_elsewhere,
+    merged_nodes,
+    places_text,
+)
 from pytest_gpucluster.reports.summary import outline
 from pytest_gpucluster.reports.terminal import render
 from pytest_gpucluster.text import columns
@@ -103,6 +110,42 @@ def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_v
         assert len(failures_by_place(cluster(row), outline(cluster(row)))) == 1
     journal = cluster(FINE, ended("gpu", 11), link)  # the other end of its link is not accused
     assert [set(ranks) for ranks in failures_by_place(journal, outline(journal))] == [{11}]
+
+
+def test_two_gpus_that_are_behind_the_others_have_each_their_own_ratio():
+    judged = JudgedMetric(
+        metric="hbm.copy.bandwidth",
+        unit="TB/s",
+        status="failed",
+        value=2.0,
+        worst_rank=5,
+        values=dict.fromkeys(range(24), 3.0) | {5: 2.0, 11: 2.4},
+        limit=JudgedLimit(min=1.0, min_ratio_to_median=0.9),
+        margin=1.0,
+        ratio_to_median=2 / 3,
+    )
+    message = "hbm.copy.bandwidth 2 TB/s is 0.6667 of the median"
+    behind = replace(ended("hbm", 5, 11), criterion="hbm", message=message, measurements=(judged,))
+    shown = render(cluster(behind), width=120)
+    assert "(rank 5): hbm: 66.67 % < 90 % of the others' median (2 TB/s), -25.9 %" in shown
+    assert "(rank 11): hbm: 80 % < 90 % of the others' median (2.4 TB/s), -11.1 %" in shown
+
+
+def test_a_failure_of_more_ranks_names_the_culprit_among_them():
+    missed = (JudgedMetric(metric="nccl.all_reduce.busbw", status="failed"),)
+    slow, other = ended("slow", 11), ended("other", *range(8))
+    node, world = (
+        replace(ended(name, *ranks), measurements=missed)
+        for name, ranks in (("node", range(8, 16)), ("world", range(24)))
+    )
+    journal = cluster(FINE, slow, node, other, world, ended("broken", *range(24)))
+    found = failures_elsewhere(journal, outline(journal))
+    assert found == dict.fromkeys((node.nodeid, world.nodeid), "gpu-01 GPU 3 (rank 11), which failed slow")
+    assert "; with gpu-01 GPU 3 (rank 11), which failed slow" in junit.render(replace(journal, results=(slow, node)))
+    assert (
+        places_text(journal, outline(journal), f"{slow.nodeid} failed") == "gpu-01 GPU 3 (rank 11); gpu-00, all 8 GPUs"
+    )
+    assert places_text(journal, outline(journal), "rank 3 is lost") == ""
 
 
 def test_a_message_that_was_cut_is_completed_from_the_traceback_without_its_marks():

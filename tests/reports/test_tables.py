@@ -17,6 +17,7 @@ from pytest_gpucluster.reports.summary import row_of
 from pytest_gpucluster.reports.tables import (
     clock_text,
     headline_text,
+    limit_text,
     stopped_text,
     telemetry_of_test,
     telemetry_text,
@@ -169,6 +170,7 @@ JOURNAL = Journal(
     run=Run(run_id="1", started_at="", world_size=8), cluster=Cluster(ranks=(PLACE, RankPlace(rank=4, host="gpu-07")))
 )
 
+BEHIND = {"limit": JudgedLimit(min=440.0, min_ratio_to_median=0.929), "ratio_to_median": 0.9}
 UNLIMITED = {"limit": None, "margin": None}
 HEADLINES = {
     "482.1 >= 440 GB/s, +9.6 %": {},
@@ -185,6 +187,8 @@ HEADLINES = {
     "480 >= 440 GB/s, +9.1 %": {"interval": (480.0, 484.0), "margin": 40 / 440},
     "484 <= 500 GB/s, +3.2 %": {"interval": (480.0, 484.0), "margin": 0.032, "limit": JudgedLimit(max=500.0)},
     "482.1 GB/s, each rank >= 90 % of the others' median, +9.6 %": {"limit": JudgedLimit(min_ratio_to_median=0.9)},
+    "90 % < 92.9 % of the others' median (482.1 GB/s), -3.1 %": {"status": "failed", **BEHIND},
+    "482.1 >= 440 GB/s, -8.0 %": {"status": "failed", **BEHIND, "margin": -0.08},  # the limit comes first
     "482.1 GB/s, over NET/IB, +9.6 %": {"limit": JudgedLimit(expect_transport=("NET/IB",))},
 }
 
@@ -192,6 +196,8 @@ HEADLINES = {
 def test_the_headline_is_the_number_that_decides_the_limit_and_the_margin_between_them():
     assert {headline_text(replace(MEASURED, **changes)): changes for changes in HEADLINES.values()} == HEADLINES
     assert value_text(replace(MEASURED, interval=(480.0, 484.0))) == "482.1 GB/s (at least 480)"
+    behind = replace(MEASURED, status="failed", **BEHIND)
+    assert (value_text(behind), limit_text(behind, first_only=True)) == ("90 % (482.1 GB/s)", ">= 92.9 % of the median")
 
 
 def failed(reason, *, why="", culprits=(3,)):
@@ -242,6 +248,8 @@ def test_what_explains_a_failure_and_what_to_do_follow_it():
     hot = {"throttle": ["hw_thermal"], "throttle_share": {"hw_thermal": 0.62}}
     result = replace(failed(MISSED), text="a\nx; what to do: drain it\nwhat to do: drain it", telemetry={3: hot})
     assert advice(row_of(result)) == ["HW thermal slowdown 62 % of the time", "what to do: drain it"]
+    longer = replace(result, text=f"{result.text}\nwhat to do: drain it. Then reboot")
+    assert advice(row_of(longer))[1:] == ["what to do: drain it. Then reboot"]
 
 
 # ---- telemetry

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from verdicts import LIMITS
 
-from pytest_gpucluster.agreement.exchange import RankOutcome, merge
+from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, merge
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
@@ -12,6 +12,7 @@ from pytest_gpucluster.judge.loader import load, shipped_path
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.session.judging import judge_merged
+from pytest_gpucluster.session.reporting import with_remedy
 
 H100 = "NVIDIA H100 80GB HBM3"
 BF16 = "matmul.bf16.tflops"
@@ -255,3 +256,34 @@ def test_a_test_is_judged_by_the_limits_of_a_machine_as_slow_as_this_one():
     for own.slowdown in (1.0, 4.0):
         judged.append(judge_merged(own, record("hbm"), merge(outcomes, NAMES), outcomes).outcome)
     assert judged == ["failed", "passed"]
+
+
+ADVICE = "what to do: look at `nvidia-smi`, then at the node."
+
+
+def fails_with_advice():
+    """Accepted: something.
+
+    When it fails: look at ``nvidia-smi``,
+    then at the node.
+
+    On cpu it rehearses.
+    """
+
+
+@pytest.mark.parametrize(
+    ("test", "merged", "text"),
+    [
+        (
+            fails_with_advice,
+            Merged(outcome="failed", text="slow"),
+            f"slow\n\n{ADVICE}",
+        ),
+        (fails_with_advice, Merged(outcome="failed", text="x; what to do: drain it"), "x; what to do: drain it"),
+        (fails_with_advice, Merged(outcome="error", text="lost"), "lost"),
+        (said, Merged(outcome="failed", text="slow"), "slow"),
+    ],
+    ids=["failed", "has advice", "error", "no such paragraph"],
+)
+def test_a_failure_has_what_to_do_from_the_tests_docstring(test, merged, text):
+    assert with_remedy(merged, SimpleNamespace(obj=test)).text == text

@@ -13,10 +13,9 @@ from markupsafe import Markup
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.judge.judged import JudgedMetric
-from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics.stats import median, percentile
 from pytest_gpucluster.reports.charts import svg
-from pytest_gpucluster.reports.summary import is_better_higher, peak_value
+from pytest_gpucluster.reports.summary import is_better_higher, peak_value, ratios_to_others
 from pytest_gpucluster.reports.tables import limit_text, margin, metric_name, quantity, rank_name
 from pytest_gpucluster.text import one_line
 
@@ -277,12 +276,8 @@ def missing_ranks(judged: JudgedMetric) -> list[int]:
         beyond = (limit.min is not None and value < limit.min) or (limit.max is not None and value > limit.max)
         if beyond or (distance is not None and distance < 0):
             found.add(rank)
-    higher = is_better_higher(judged)
-    least = limit.min_ratio_to_median
-    if least is not None and higher is not None and len(values) > 1 and min(values.values()) >= 0:
-        ratios = straggler_ratios(values, "higher" if higher else "lower")
-        found |= {rank for rank, ratio in ratios.items() if ratio < least}
-    return sorted(found)
+    least = limit.min_ratio_to_median or 0.0
+    return sorted(found | {rank for rank, ratio in ratios_to_others(judged).items() if ratio < least})
 
 
 def _hosts(journal: Journal, places: Mapping[int, float]) -> list[tuple[float, str]]:

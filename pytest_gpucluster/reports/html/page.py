@@ -28,7 +28,7 @@ from pytest_gpucluster.reports.html.nodes import MOST_NODES, course, node_values
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, readable, word
 from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, display_name, outline, run_seconds
 from pytest_gpucluster.reports.tables import limit_text
-from pytest_gpucluster.text import duration_text, some_of
+from pytest_gpucluster.text import duration_text
 
 DETAILS_BYTES = 1_100_000
 """Limit for all details together, so that a page stays under 2 MB at 1,024 ranks."""
@@ -50,7 +50,6 @@ _WORDS = {"not run": "not run", "running": "running when the run ended"}
 _NODES = 256
 """Above that number of nodes those that are healthy are one."""
 _PLACES = 32
-_REASONS = 8
 _RANKS = 4096
 _LEFT_OUT = Markup('<p class="note">The details are left out here, because {}; see the journal.</p>')
 _PAGE_IS_FULL = _LEFT_OUT.format("this page would become too large")
@@ -82,7 +81,7 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         tone=_tone(overview),
         heading=marked(overview.word, overview.kind),
         kind=overview.kind and KIND_NAMES[overview.kind],
-        reason=line(_reason(journal, overview)),
+        reason=line(failures.places_text(journal, overview, overview.reason) or overview.reason),
         merged=_merged_table(journal),
         is_selection=journal.run.selection,
         counts=tuple(overview.counts.items()),
@@ -141,14 +140,6 @@ def render_document(
         **_assets(templates), heading=heading, tone=_ANSWER_TONES[is_good], reasons=reasons, parts=list(parts)
     )
     return readable(document)
-
-
-def _reason(journal: Journal, overview: Outline) -> str:
-    """Return the reason of the verdict, or where that is a failed test, the places of all culprits: those are below."""
-    places = [failures.place_text(ranks, journal) for ranks in failures.failures_by_place(journal, overview) if ranks]
-    if not places or not any(overview.reason.startswith(row.nodeid) for row in overview.bad):
-        return overview.reason
-    return some_of(places, _REASONS, "; ")
 
 
 def _places(journal: Journal, overview: Outline, anchors: Mapping[str, str]) -> list[tuple[str, str, int, list[str]]]:
