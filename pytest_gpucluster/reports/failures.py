@@ -93,7 +93,9 @@ def _apart(row: Row, ranks: frozenset[int]) -> Iterator[tuple[frozenset[int], Ro
         value, interval = judged.values[rank], judged.intervals.get(rank)
         distance = margin(judged, value, interval)
         own = replace(judged, value=value, worst_rank=rank, interval=interval, margin=distance)
-        yield frozenset({rank}), replace(row, headline=own, result=replace(result, culprits=(rank,), isolation={}))
+        why = next((each.message for each in result.ranks if each.rank == rank), row.why)
+        its = replace(result, culprits=(rank,), isolation={})
+        yield frozenset({rank}), replace(row, headline=own, why=why, result=its)
 
 
 def cluster_map(journal: Journal, overview: Outline) -> tuple[Node, ...]:
@@ -209,7 +211,8 @@ def advice(row: Row) -> list[str]:
     if judged is not None and judged.status == "failed" and judged.worst_rank is not None:
         own = judged.telemetry.get(judged.worst_rank, {})
         whole = {} if own.get("samples") else result.telemetry.get(judged.worst_rank, {})
-        found.insert(0, explanation({**whole, **own}))
+        of_rate = judged.limit is None or judged.limit.max is None
+        found.insert(0, explanation({**whole, **own}, of_rate=of_rate))
     return list(dict.fromkeys(filter(None, found)))[:3]
 
 

@@ -6,7 +6,7 @@ from each import of_each
 from example_runs import NAMES, journal_of
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
+from pytest_gpucluster.journal.records import Cluster, RankOutcome, RankPlace, Run, TestResult
 from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.reports.failures import cluster_map, failures_by_place, merged_nodes
 from pytest_gpucluster.reports.summary import outline
@@ -103,6 +103,29 @@ def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_v
         assert len(failures_by_place(cluster(row), outline(cluster(row)))) == 1
     journal = cluster(FINE, ended("gpu", 11), link)  # the other end of its link is not accused
     assert [set(ranks) for ranks in failures_by_place(journal, outline(journal))] == [{11}]
+
+
+def test_each_of_two_gpus_with_a_finding_has_its_own_text():
+    judged = JudgedMetric(
+        metric="gpu.findings",
+        unit="findings",
+        status="failed",
+        value=1.0,
+        worst_rank=5,
+        values=dict.fromkeys(range(24), 0.0) | {5: 1.0, 11: 1.0},
+        limit=JudgedLimit(max=0.0),
+    )
+    found = {5: "HardwareFault: ecc on gpu-00", 11: "HardwareFault: nvlink_down on gpu-01"}
+    bad = replace(
+        ended("health", *found),
+        criterion="gpu.health",
+        message=f"rank 5 (gpu-00, GPU 5): {found[5]} (and 1 more failing)",
+        measurements=(judged,),
+        ranks=tuple(RankOutcome(rank=rank, outcome="failed", message=text) for rank, text in found.items()),
+    )
+    shown = render(cluster(FINE, bad))
+    assert "gpu-00 GPU 5 (rank 5): health: HardwareFault: ecc on gpu-00" in shown
+    assert "gpu-01 GPU 3 (rank 11): health: HardwareFault: nvlink_down on gpu-01" in shown
 
 
 def test_a_message_that_was_cut_is_completed_from_the_traceback_without_its_marks():
