@@ -242,7 +242,12 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
     if missed:
         status = "failed"
         worst = next((miss.worst for miss in missed if miss.worst is not None), worst)
-        reason = "; also: ".join(f"{_describe(miss, labels)}{_on(list(miss.by_rank), context)}" for miss in missed)
+        # The first way has the place of all: a few ranks in it would be accused where a node or every rank misses.
+        first = next((miss for miss in missed if miss.by_rank), None)
+        ranks = [rank for miss in missed for rank in miss.by_rank]
+        reason = "; also: ".join(
+            f"{_describe(miss, labels)}{_on(ranks if miss is first else [*miss.by_rank], context)}" for miss in missed
+        )
         reason += f"; also: {_first_few(problems)}" if problems else ""
     elif problems:
         status = "error"

@@ -193,7 +193,7 @@ def explanation(telemetry: Mapping[str, Any], *, of_rate: bool = True) -> str:
     Args:
         telemetry: as ``node.health.telemetry.summary`` returns it, with ``counters``, those that have changed and by
             how much, and ``transport``, why a slower transport was chosen (``node.fabric.nccl_log``).
-        of_rate: whether a rate was measured: a low clock makes no result wrong.
+        of_rate: whether a rate was measured: a low clock makes no result wrong, and no host's clock.
     """
     parts = [
         *_transport(telemetry),
@@ -201,7 +201,7 @@ def explanation(telemetry: Mapping[str, Any], *, of_rate: bool = True) -> str:
         *_heat(telemetry),
         *(_clock(telemetry) if of_rate else ()),
         *_counters(telemetry),
-        *_notes(telemetry),
+        *(_notes(telemetry) if of_rate else ()),
     ]
     while len(parts) > 1 and len(", ".join(parts)) > CHARACTERS:
         parts.pop()

@@ -79,8 +79,8 @@ def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int
 
 
 def failures_elsewhere(journal: Journal, overview: Outline) -> dict[str, str]:
-    """Return of each limit that more ranks miss than a culprit among them: the test's id -> "gpu-01 GPU 3 (rank 7), which
-    failed hbm[read]"."""
+    """Return of each limit that more ranks miss than a culprit among them: the test's id -> "gpu-01 GPU 3 (rank 7),
+    which failed hbm[read]"."""
     found = {}
     for ranks, (worst, *rows) in failures_by_place(journal, overview).items():
         text = f"{place_text(ranks, journal)}, which failed {display_name(worst.name)}"
@@ -114,7 +114,9 @@ def _apart(row: Row, ranks: frozenset[int]) -> Iterator[tuple[frozenset[int], Ro
         value, interval, ratio = judged.values[rank], judged.intervals.get(rank), ratios.get(rank)
         distance = margin(judged, value, interval)
         own = replace(judged, value=value, worst_rank=rank, interval=interval, margin=distance, ratio_to_median=ratio)
-        yield frozenset({rank}), replace(row, headline=own, result=replace(result, culprits=(rank,), isolation={}))
+        why = next((each.message for each in result.ranks if each.rank == rank), row.why)
+        its = replace(result, culprits=(rank,), isolation={})
+        yield frozenset({rank}), replace(row, headline=own, why=why, result=its)
 
 
 def cluster_map(journal: Journal, overview: Outline) -> tuple[Node, ...]:
@@ -232,7 +234,8 @@ def advice(row: Row) -> list[str]:
     if judged is not None and judged.status == "failed" and judged.worst_rank is not None:
         own = judged.telemetry.get(judged.worst_rank, {})
         whole = {} if own.get("samples") else result.telemetry.get(judged.worst_rank, {})
-        found.insert(0, explanation({**whole, **own}))
+        of_rate = judged.limit is None or judged.limit.max is None
+        found.insert(0, explanation({**whole, **own}, of_rate=of_rate))
     return list(dict.fromkeys(filter(None, found)))[:3]
 
 

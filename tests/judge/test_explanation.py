@@ -78,7 +78,7 @@ def test_what_the_gpu_did_explains():
 
 
 def test_a_low_clock_explains_a_rate_and_no_error():
-    idle = seen(sm_clock_mhz=[300, 345, 1980])
+    idle = seen(sm_clock_mhz=[300, 345, 1980], throttle_share={"board_limit": 1.0})
     explained = {}
     for name, value, limit in (
         ("matmul.bf16.tflops", 500.0, {"min": 600.0}),
@@ -89,7 +89,10 @@ def test_a_low_clock_explains_a_rate_and_no_error():
         demanded = Limit(metric=name, unit=metric.unit, sku="H100 SXM", source="a rule", **limit)
         [miss] = misses(metric, demanded, of, ratios={}, transport=None, telemetry={0: idle})
         explained[name] = miss.why
-    assert explained == {"matmul.bf16.tflops": "SM clock 345 of 1980 MHz", "ddp.gradient_error": ""}
+    assert explained == {
+        "matmul.bf16.tflops": "SM clock 345 of 1980 MHz, board limit 100 % of the time",
+        "ddp.gradient_error": "",
+    }
 
 
 def test_the_health_criterion_and_this_take_the_same_reasons_for_bad():

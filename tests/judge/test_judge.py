@@ -219,7 +219,8 @@ def resolved(text, value, tmp_path):
 
 def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path):
     by_rank = all_ranks(300.0, size=12)
-    verdict = hold(by_rank, size=12, ranks_per_node=6)
+    judged = replace(LIMITS, limits=tuple(limit for limit in LIMITS.limits if limit.record_only is None))
+    verdict = hold(by_rank, size=12, ranks_per_node=6, limits=judged)
     assert verdict.outcome == "error"
     assert in_order(verdict.message, "nccl.all_reduce.busbw size=1 GB H100 SXM these conditions YAML")
     assert "world_size 16, nnodes 2, size 1 GB or more (thresholds.yaml:" in verdict.text

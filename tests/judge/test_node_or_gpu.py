@@ -71,3 +71,10 @@ def test_a_fleet_that_is_slow_throughout_is_caught_by_the_floor_and_no_node_is_b
     assert in_order(verdict.message, "matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS all 16 ranks")
     assert "gpu-0" not in verdict.message
     assert verdict.measurements[0].ratio_to_median == 1.0
+
+
+def test_a_node_is_named_where_some_of_its_gpus_miss_the_limit_in_another_way():
+    """Half of them are below the floor, and the others above it but behind the ranks of the other node."""
+    verdict = held({rank: 699.0 if rank % 2 else 701.0 for rank in range(8, 16)})
+    assert in_order(verdict.message, "699 TFLOPS < 700 TFLOPS all 8 GPUs of gpu-01")
+    assert "rank 9" not in verdict.message

@@ -6,7 +6,7 @@ from each import of_each
 from example_runs import NAMES, journal_of
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
+from pytest_gpucluster.journal.records import Cluster, RankOutcome, RankPlace, Run, TestResult
 from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.reports import junit
 from pytest_gpucluster.reports.failures import (
@@ -146,6 +146,29 @@ def test_a_failure_of_more_ranks_names_the_culprit_among_them():
         places_text(journal, outline(journal), f"{slow.nodeid} failed") == "gpu-01 GPU 3 (rank 11); gpu-00, all 8 GPUs"
     )
     assert places_text(journal, outline(journal), "rank 3 is lost") == ""
+
+
+def test_each_of_two_gpus_with_a_finding_has_its_own_text():
+    judged = JudgedMetric(
+        metric="gpu.findings",
+        unit="findings",
+        status="failed",
+        value=1.0,
+        worst_rank=5,
+        values=dict.fromkeys(range(24), 0.0) | {5: 1.0, 11: 1.0},
+        limit=JudgedLimit(max=0.0),
+    )
+    found = {5: "HardwareFault: ecc on gpu-00", 11: "HardwareFault: nvlink_down on gpu-01"}
+    bad = replace(
+        ended("health", *found),
+        criterion="gpu.health",
+        message=f"rank 5 (gpu-00, GPU 5): {found[5]} (and 1 more failing)",
+        measurements=(judged,),
+        ranks=tuple(RankOutcome(rank=rank, outcome="failed", message=text) for rank, text in found.items()),
+    )
+    shown = render(cluster(FINE, bad))
+    assert "gpu-00 GPU 5 (rank 5): health: HardwareFault: ecc on gpu-00" in shown
+    assert "gpu-01 GPU 3 (rank 11): health: HardwareFault: nvlink_down on gpu-01" in shown
 
 
 def test_a_message_that_was_cut_is_completed_from_the_traceback_without_its_marks():
