@@ -244,7 +244,7 @@ def _change(before: JudgedMetric, now: JudgedMetric, test: TestResult, terms: Te
 
 
 def _by_rank(before: JudgedMetric, now: JudgedMetric, terms: Terms) -> Iterator[Pair]:
-    matches = terms.of_gpu if scope_of(now) == "rank" else terms.of_slot
+    matches = terms.of_slot if scope_of(now) == "node" else terms.of_gpu
     left = set(before.values)
     for rank in now.values:
         match_ = matches.get(rank, None if terms.new_ranks else Match(old=rank, by="rank number"))

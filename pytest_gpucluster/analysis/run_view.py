@@ -148,7 +148,7 @@ def key_of(judged: JudgedMetric) -> Key:
 
 
 def scope_of(judged: JudgedMetric) -> str:
-    """Return the scope of a metric: rank, node or world."""
+    """Return the scope of a metric."""
     metric = METRICS.get(judged.metric)
     return metric.scope if metric is not None else "rank"
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pytest_gpucluster.judge import evidence
@@ -236,6 +236,8 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
             )
         )
 
+    if metric.scope == "group":
+        missed = _of_groups(missed, judgeable, known, context)
     worst = max(of, key=lambda rank: badness(of[rank]))
     status: Status = "passed"
     reason = ""
@@ -291,6 +293,34 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
         advice=advice,
         evidence=evidence.compare(of[worst].value, bounds, context.limits) if bounds and worst in judgeable else "",
     )
+
+
+_ALIKE = 0.9
+"""Ranks of a group work at one rate if theirs differ by less; this suite's rule."""
+
+
+def _of_groups(
+    missed: Iterable[Miss], of: Mapping[int, Measurement], known: Mapping[str, str], context: _Context
+) -> list[Miss]:
+    """Extend each miss to the ranks that work at this rate together, of the node or of all."""
+    found, taken = [], set[int]()
+    for miss in missed:
+        texts: dict[int, str] = {}
+        for rank, text in miss.by_rank.items():
+            groups = (context.nodes.get(context.node_of.get(rank, -1), []), list(context.world))
+            group = next((each for each in groups if known["world_size"] == str(len(each))), [])
+            alike = [member for member in group if member in of and _alike(of[rank].value, of[member].value)]
+            for member in (rank, *alike):
+                texts.setdefault(member, miss.by_rank.get(member, text))
+        own = {rank: text for rank, text in texts.items() if rank not in taken}
+        taken.update(own)
+        if own or not miss.by_rank:
+            found.append(replace(miss, by_rank=own))
+    return found
+
+
+def _alike(one: float, other: float) -> bool:
+    return min(one, other) >= _ALIKE * max(one, other)
 
 
 def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
@@ -367,7 +397,7 @@ def _problems(
 
 
 def _missing(metric: Metric, counts: Mapping[int, int], context: _Context) -> str | None:
-    if metric.scope == "rank":
+    if metric.scope in ("rank", "group"):
         ranks = [rank for rank in sorted(context.world) if rank not in counts]
         return f"no value from {_ranks(ranks, context.name)} (with these labels)" if ranks else None
     if metric.scope == "node":

@@ -11,16 +11,18 @@ from types import ModuleType
 from typing import Any, Literal, cast, get_args
 
 Better = Literal["higher", "lower", "none"]
-Scope = Literal["rank", "node", "world"]
+Scope = Literal["rank", "group", "node", "world"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A quantity with a name that limits can be set on.
 
-    ``scope``: who must report it: every rank, one rank per node, or one rank of the world. ``peak`` names the attribute
-    of ``datasheets.Peaks`` that the value is compared with. ``peak_is_bound``: a value above the peak is impossible; it
-    is False where a formula, not bytes on a wire, makes the value, and better algorithms exceed the peak legitimately.
+    ``scope``: who must report it: every rank, one rank per node, or one rank of the world; "group" is every rank, of a
+    rate at which the ranks of a group work together, so that a few of them alone do not miss a limit. ``peak`` names
+    the attribute of ``datasheets.Peaks`` that the value is compared with. ``peak_is_bound``: a value above the peak is
+    impossible; it is False where a formula, not bytes on a wire, makes the value, and better algorithms exceed the peak
+    legitimately.
 
     ``recorded``: why the metric is recorded and not judged, where no file of limits has an entry that applies. Empty:
     it is judged, and without a limit a value is an error.
@@ -47,8 +49,8 @@ class Metric:
 def read_metrics(text: str) -> tuple[Metric, ...]:
     """Return the metrics of a text: of each a line ``name: unit, better`` and indented lines with what it is.
 
-    After ``better`` may stand "node" or "world", which is its scope, "peak ATTRIBUTE", and "no bound" of that peak. If
-    it is recorded and not judged, the last line is ``recorded: why``.
+    After ``better`` may stand "group", "node" or "world", which is its scope, "peak ATTRIBUTE", and "no bound" of that
+    peak. If it is recorded and not judged, the last line is ``recorded: why``.
 
     >>> [one] = read_metrics("burn_in.power: W, none\\n  Median power.\\n  recorded: no power is better")
     >>> one.unit, one.doc, one.recorded
@@ -63,9 +65,9 @@ def read_metrics(text: str) -> tuple[Metric, ...]:
         name, _, facts = head.partition(": ")
         unit, better, *more = facts.split(", ")
         peaks = [fact for fact in more if fact.startswith("peak ")]
-        if better not in get_args(Better) or not {*more} <= {"node", "world", "no bound", *peaks}:
+        if better not in get_args(Better) or not {*more} <= {*get_args(Scope), "no bound", *peaks}:
             raise ValueError(
-                f"{head!r}: write name: unit, higher, lower or none, node or world, peak ATTRIBUTE, no bound"
+                f"{head!r}: write name: unit, higher, lower or none, group, node or world, peak ATTRIBUTE, no bound"
             )
         doc, _, recorded = " ".join(map(str.strip, lines)).partition(" recorded: ")
         found.append(
@@ -73,7 +75,7 @@ def read_metrics(text: str) -> tuple[Metric, ...]:
                 name=name,
                 unit=unit,
                 better=cast(Better, better),
-                scope="node" if "node" in more else "world" if "world" in more else "rank",
+                scope=next((scope for scope in get_args(Scope) if scope in more), "rank"),
                 peak=peaks[0].removeprefix("peak ") if peaks else None,
                 peak_is_bound="no bound" not in more,
                 recorded=recorded,

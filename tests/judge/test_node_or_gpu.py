@@ -1,8 +1,10 @@
 """A slow node and a slow GPU are distinguished, and a fleet that is slow throughout is neither."""
 
+from dataclasses import replace
+
 import pytest
 from complaints import in_order
-from verdicts import LIMITS, all_ranks, bf16, hold, world_of
+from verdicts import LIMITS, all_ranks, bf16, busbw, hold, world_of
 
 from pytest_gpucluster.judge.judge import describe_nodes, judge
 
@@ -71,6 +73,21 @@ def test_a_fleet_that_is_slow_throughout_is_caught_by_the_floor_and_no_node_is_b
     assert in_order(verdict.message, "matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS all 16 ranks")
     assert "gpu-0" not in verdict.message
     assert verdict.measurements[0].ratio_to_median == 1.0
+
+
+@pytest.mark.parametrize(("low", "missed"), [(399.0, range(8, 16)), (300.0, [9])], ids=["at its rate", "alone"])
+def test_a_rank_that_misses_the_limit_of_a_collective_does_so_with_those_at_its_rate(low, missed):
+    """Each rank times the collective itself: just below the limit some do, and none of them is the culprit."""
+    labels = {"size": "1 GB", "world_size": "8", "nnodes": "1"}
+    values = dict.fromkeys(range(16), 442.0) | dict.fromkeys(range(8, 16), 401.0) | {9: low}
+    by_rank = {rank: [busbw(value, labels=labels)] for rank, value in values.items()}
+    verdict = hold(by_rank, size=16, limits=replace(LIMITS, limits=tuple(map(_without_ratio, LIMITS.limits))))
+    assert sorted(verdict.measurements[0].misses) == [*missed]
+    assert ("on all 8 GPUs of" in verdict.message) is (len(missed) == 8)
+
+
+def _without_ratio(limit):
+    return replace(limit, min_ratio_to_median=None)
 
 
 def test_a_node_is_named_where_some_of_its_gpus_miss_the_limit_in_another_way():

@@ -87,15 +87,15 @@ _COLLECTIVES = {
 # No algorithm sends less than the formula of busbw counts: a rank must get, or give, all of it over its links. But that
 # of all-reduce counts bytes that in-switch reduction and trees never send: its peak is no bound.
 _COLLECTIVE = """
-nccl.{name}.algbw: GB/s, higher
+nccl.{name}.algbw: GB/s, higher, group
     {title}: {payload}, over the time of a call.
     recorded: busbw carries the limit
-nccl.{name}.busbw: GB/s, higher, peak link_gb_per_second
+nccl.{name}.busbw: GB/s, higher, group, peak link_gb_per_second
     {title} algbw{factor}, as nccl-tests defines it. The slowest rank decides.
-nccl.{name}.average_busbw: GB/s, higher
+nccl.{name}.average_busbw: GB/s, higher, group
     The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.
     recorded: busbw of the slowest rank carries the limit
-nccl.{name}.latency: us, lower
+nccl.{name}.latency: us, lower, group
     Time of one small {name}. The slowest rank decides.
     recorded: no measurement to set a limit by
 """
@@ -111,17 +111,17 @@ fabric.port_rate: Gb/s, higher, node
 nccl.environment.findings: findings, lower
     Variables of NCCL, UCX and CUDA that hurt, or differ between ranks. Recorded; the findings decide.
     recorded: the findings themselves decide
-nccl.all_reduce.algbw: GB/s, higher, peak link_gb_per_second
+nccl.all_reduce.algbw: GB/s, higher, group, peak link_gb_per_second
     All-reduce payload bytes over time: no rank takes in its payload faster than its links.
     recorded: busbw carries the limit; algbw is compared with the link peak only
 link.bandwidth: GB/s, higher, peak link_gb_per_second
     One GPU to one other, the slowest link of the rank, without those whose culprit is another rank.
-nccl.all_reduce.busbw: GB/s, higher, peak link_gb_per_second, no bound
+nccl.all_reduce.busbw: GB/s, higher, group, peak link_gb_per_second, no bound
     All-reduce algbw times 2 (n - 1) / n, as nccl-tests defines it. The slowest rank decides.
-nccl.all_reduce.average_busbw: GB/s, higher, peak link_gb_per_second, no bound
+nccl.all_reduce.average_busbw: GB/s, higher, group, peak link_gb_per_second, no bound
     The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.
     recorded: busbw of the slowest rank carries the limit
-nccl.all_reduce.latency: us, lower
+nccl.all_reduce.latency: us, lower, group
     Time of one small all-reduce. The slowest rank decides.
     recorded: no measurement to set a limit by
 link.ratio_to_median: ratio, higher

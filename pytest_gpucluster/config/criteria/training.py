@@ -261,13 +261,13 @@ checkpoint.write_bandwidth: GB/s, higher
 checkpoint.read_bandwidth: GB/s, higher
     Bytes of another rank's file over the time until they are read and verified, all ranks reading at once.
     recorded: file systems differ; set a limit by what yours was bought for
-training.tokens_per_second: tokens/s, higher
+training.tokens_per_second: tokens/s, higher, group
     Tokens that a GPU trains on, none of which is padding, over the time of a full step. The slowest rank decides.
-lora.tokens_per_second: tokens/s, higher
+lora.tokens_per_second: tokens/s, higher, group
     Tokens that a GPU fine-tunes on, none of which is padding, over the time of a step. The slowest rank decides.
 scaling.tokens_per_second: tokens/s, higher
     Tokens that this rank's GPU trains on, while all groups of `group_size` ranks train at once.
-training.mfu: %, higher
+training.mfu: %, higher, group
     Model FLOPs utilisation: tokens/s times FLOPs per token over the dense bf16 peak; what is recomputed does not
     count.
 lora.finite_steps: %, higher
@@ -278,7 +278,7 @@ lora.unchanged_base: %, higher
     Frozen tensors that are the same bit by bit after the training, in the part that a rank keeps.
 lora.replayed_steps: %, higher
     Steps taken again from the newest checkpoint after which a rank's weights are the same bit by bit.
-lora.mfu: %, higher
+lora.mfu: %, higher, group
     The same times FLOPs per token over the dense bf16 peak; what is recomputed does not count.
 training.tflops: TFLOPS, higher, peak bf16_tflops
     The same before it is divided by the peak.
