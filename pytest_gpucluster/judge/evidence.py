@@ -227,10 +227,7 @@ def support_of(limit: Limit, limits: Thresholds) -> Support | None:
 
 @cache
 def _by_name() -> Mapping[tuple[str, str], Sequence[Row]]:
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in published():
-        found.setdefault((row.sku, row.metric), []).append(row)
-    return found
+    return stats.grouped(((row.sku, row.metric), row) for row in published())
 
 
 def _support(rows: Sequence[Row]) -> Support:

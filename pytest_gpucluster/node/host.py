@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from pytest_gpucluster.files import Mount
 from pytest_gpucluster.metrics.finding import Identity, identity
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node import pci
 from pytest_gpucluster.node.pci import PciPath
 from pytest_gpucluster.node.sysfs import Tree
@@ -278,10 +279,8 @@ def read_processors(tree: Tree) -> Processors:
     """
     online = tree.numbers(f"{CPUS}/online")
     folders = {cpu: f"{CPUS}/cpu{cpu}" for cpu in sorted(online or ())}
-    governors: dict[str, set[int]] = {}
-    for cpu, folder in folders.items():
-        if governor := tree.text(f"{folder}/cpufreq/scaling_governor"):
-            governors.setdefault(governor, set()).add(cpu)
+    of_cpu = {cpu: tree.text(f"{folder}/cpufreq/scaling_governor") for cpu, folder in folders.items()}
+    governors = grouped((governor, cpu) for cpu, governor in of_cpu.items() if governor)
     drivers = {cpu: tree.text(f"{folders[cpu]}/cpufreq/scaling_driver") for cpus in governors.values() for cpu in cpus}
     sockets = {tree.text(f"{folder}/topology/physical_package_id") for folder in folders.values()}
     kilohertz = (tree.number(f"{folder}/cpufreq/cpuinfo_max_freq") for folder in folders.values())

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.device.environment import PRIVATE_LOG, SUBSYSTEMS
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.text import rank_ranges
 
 # ---- why something is not used
@@ -117,11 +118,7 @@ def find_reasons(lines: Iterable[str]) -> Iterator[Reason]:
 
 def describe_reasons(of_rank: Sequence[Sequence[Reason]], about: str) -> str:
     """Return the reasons of all ranks about one thing as a text, and the ranks where it is not all of them."""
-    ranks: dict[Reason, list[int]] = {}
-    for rank, some in enumerate(of_rank):
-        for reason in some:
-            if reason.about == about:
-                ranks.setdefault(reason, []).append(rank)
+    ranks = grouped((reason, rank) for rank, some in enumerate(of_rank) for reason in some if reason.about == about)
     return "; ".join(
         reason.text + ("" if len(ranks[reason]) == len(of_rank) else f" ({rank_ranges(ranks[reason])})")
         for reason in sorted(ranks, key=lambda reason: reason.rank)
