@@ -9,31 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_gpucluster.config.criteria.host import Host
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Kind, environment, finding, identity, note
 from pytest_gpucluster.node.host import SHM, NodeSnapshot
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 from pytest_gpucluster.text import plural
 
-ANY, PERFORMANCE = "any", "performance"
+PERFORMANCE = "performance"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The intended settings, from the workload's section ``host``. "any" accepts all."""
-
-    governor: str = PERFORMANCE
-    numa_balancing: str = ANY
-    iommu: str = "passthrough"
-    acs: str = "off"
-
-
-def examine_host(facts: NodeSnapshot, wanted: Wanted) -> list[Finding]:
+def examine_host(facts: NodeSnapshot, wanted: Host) -> list[Finding]:
     """Apply every check. Harmful settings are faults of the environment, not of a GPU."""
     return [finding for check in CHECKS for finding in check(facts, wanted)]
 
 
-def _shm(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
+def _shm(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
     shm = facts.memory.shm
     if shm is not None and shm.kind != "tmpfs":
         yield environment(
@@ -45,7 +36,7 @@ def _shm(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _governor(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
+def _governor(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/pm/cpufreq.rst, generic scaling governors.
     processors = facts.processors
     if not processors.governors:
@@ -70,7 +61,7 @@ def _governor(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
+def _numa(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/sysctl/kernel.rst, numa_balancing; AMD, "Instinct MI300X system
     # optimization", disable NUMA auto-balancing.
     balancing, nodes = facts.processors.numa_balancing, len(facts.processors.nodes)
@@ -85,7 +76,7 @@ def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
+def _iommu(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
     # Source: as pci_path.
     for gpu in facts.gpus:
         if gpu.path is None or not gpu.path.is_translated:
@@ -108,7 +99,7 @@ def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         yield note("iommu", facts.host, found, remedy=remedy)
 
 
-def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
+def _acs(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
     # Source: as pci_path.
     for gpu in facts.gpus:
         if gpu.path is None or not gpu.path.redirecting:
@@ -130,7 +121,7 @@ def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         yield note("acs", facts.host, found, remedy=remedy)
 
 
-CHECKS: tuple[Callable[[NodeSnapshot, Wanted], Iterator[Finding]], ...] = (_shm, _governor, _numa, _iommu, _acs)
+CHECKS: tuple[Callable[[NodeSnapshot, Host], Iterator[Finding]], ...] = (_shm, _governor, _numa, _iommu, _acs)
 
 
 @dataclass(frozen=True, kw_only=True)
