@@ -159,7 +159,7 @@ SLOWDOWNS: Mapping[str, str] = {
     "sw_thermal": "SW thermal slowdown",
     "hw_power_brake": "HW power brake",
 }
-"""Throttle reasons of a GPU that is too hot or short of power, as nvidia-smi calls them; the health criterion's set."""
+"""Throttle reasons of a GPU that is too hot or short of power, as nvidia-smi calls them; gpu.health rejects it."""
 
 NOTES: Mapping[str, str] = {
     "sw_power_cap": "power limit {} (normal under full load)",
