@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, WrongResult
 from pytest_gpucluster.isolation.link_matrix import Culprit, Matrix, Reading, Scope, culprits, explained_by_others
-from pytest_gpucluster.isolation.round_robin import Pair, Places, Round
+from pytest_gpucluster.isolation.round_robin import Pair, Places
 from pytest_gpucluster.metrics import units
 
 Fault = Literal["wrong", "slow"]
@@ -100,16 +100,6 @@ _HINTS = {
     "rail": "Look at the leaf switch of this rail, and at its cables to the others",
     "fabric": "Look at the switches between the nodes, and at NCCL's transport (NET/Socket?)",
 }
-
-
-def describe_plan(rounds: Sequence[Round], seconds: float, what: str) -> str:
-    """Return a line about the planned rounds and their duration.
-
-    >>> describe_plan((((0, 1), (2, 3)), ((0, 2), (1, 3))), 1.0, "links within nodes")
-    'links within nodes: 2 rounds of up to 2 pairs at once, about 1 s'
-    """
-    most = max((len(round_) for round_ in rounds), default=0)
-    return f"{what}: {len(rounds)} rounds of up to {most} pairs at once, about {seconds:.3g} s"
 
 
 def culprit_name(culprit: Culprit, places: Places) -> str:
