@@ -30,8 +30,9 @@ RECORD = WorkloadRecord(
 
 def test_the_values_of_the_keys_become_a_workload():
     workload = build("cpu", VALUES)
+    sampling = dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)
     changes = {
-        "matmul": gpu.Matmul(sizes=(128, 384), sampling=dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)),
+        "matmul": gpu.Matmul(sizes=(128, 384), sampling=sampling),
         "health": dataclasses.replace(SHIPPED.health, mig="on"),
         "training": dataclasses.replace(SHIPPED.training, layers=3),
     }
