@@ -7,7 +7,7 @@ requirement is raised on the culprits' ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -53,16 +53,12 @@ class Survey:
 
     def culprits(self, fault: Fault) -> tuple[Culprit, ...]:
         """Return the culprits for pairs with wrong data, in either measurement, or for slow pairs."""
-        return self._wrong if fault == "wrong" else self._slow
+        return self._culprits[fault]
 
     @cached_property
-    def _slow(self) -> tuple[Culprit, ...]:
-        return culprits(self.slow, self.matrix.pairs, self.places, self.scope)
-
-    @cached_property
-    def _wrong(self) -> tuple[Culprit, ...]:
-        wrong = {*self.matrix.wrong(), *self.alone.wrong()}
-        return culprits(wrong, self.matrix.pairs, self.places, self.scope)
+    def _culprits(self) -> Mapping[Fault, tuple[Culprit, ...]]:
+        bad: dict[Fault, Iterable[Pair]] = {"wrong": {*self.matrix.wrong(), *self.alone.wrong()}, "slow": self.slow}
+        return {fault: culprits(pairs, self.matrix.pairs, self.places, self.scope) for fault, pairs in bad.items()}
 
     def of_rank(self, rank: int) -> Reading:
         """Return the reading that represents a rank: its slowest, without those that have another culprit.
@@ -70,7 +66,7 @@ class Survey:
         Raises:
             KeyError: the rank has no reading.
         """
-        return self.matrix.of_rank(rank, without=explained_by_others(self._slow, rank))
+        return self.matrix.of_rank(rank, without=explained_by_others(self.culprits("slow"), rank))
 
 
 def matrix_of(readings: Iterable[Reading], scope: Scope, places: Places) -> Matrix:

@@ -33,16 +33,8 @@ _TRANSPORTS: Mapping[str, str] = {
 }
 _SMALLEST_JUDGED = "1 GB"
 _BEST_OF = "4096, 8192, 16384"
-_READ: Mapping[str, str] = {
-    "transport": "transport",
-    "within": "transport",
-    "nics": "nics",
-    "size": "size",
-    "mode": "mode",
-    "best": "best_of",
-    "model": "model",
-}
-"""Label of a row -> the label of a measurement that is made of it."""
+_READ: Mapping[str, str] = {"within": "transport", "best": "best_of"}
+"""Label of a row -> the label of a measurement that is made of it, where that has another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
