@@ -50,21 +50,14 @@ class Cgroup:
     cpuset: frozenset[int] | None = None
 
 
-_LIMIT_FILES = {
-    "memory": {2: "memory.max", 1: "memory.limit_in_bytes"},
-    "pids": {2: "pids.max", 1: "pids.max"},
-}
-"""Controller -> version -> the file with its limit."""
-
-
 def read_cgroup(tree: Tree) -> Cgroup:
     """Read the limits of this process's control groups."""
     folders = list(_folders(tree))
     return Cgroup(
         versions=tuple(sorted({version for version, _, _ in folders})),
-        memory_bytes=_lowest(tree, folders, "memory"),
+        memory_bytes=_lowest(tree, folders, "memory", {2: "memory.max", 1: "memory.limit_in_bytes"}),
         cpus=least(_cpus(tree, *folder) for folder in folders),
-        tasks=_lowest(tree, folders, "pids"),
+        tasks=_lowest(tree, folders, "pids", {2: "pids.max", 1: "pids.max"}),
         cpuset=_cpuset(tree, folders),
     )
 
@@ -100,10 +93,12 @@ def _ancestors(mount: Mount, path: str) -> list[str]:
     return [str(own), *(str(above) for above in own.parents if above.is_relative_to(mount.point))]
 
 
-def _lowest(tree: Tree, folders: Iterable[tuple[int, frozenset[str], str]], controller: str) -> int | None:
-    """Return the lowest limit of a controller; "max" is no number."""
+def _lowest(
+    tree: Tree, folders: Iterable[tuple[int, frozenset[str], str]], controller: str, files: Mapping[int, str]
+) -> int | None:
+    """Return the lowest limit of a controller, from its file in each version; "max" is no number."""
     numbers = (
-        tree.number(f"{folder}/{_LIMIT_FILES[controller][version]}")
+        tree.number(f"{folder}/{files[version]}")
         for version, controllers, folder in folders
         if version == 2 or controller in controllers
     )
