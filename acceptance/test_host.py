@@ -1,5 +1,7 @@
 """Does the node let its ranks do what a job needs?"""
 
+import dataclasses
+
 import pytest
 
 from pytest_gpucluster.metrics.finding import require_nothing
@@ -26,7 +28,7 @@ def test_host_limits(cluster, inventory, workload, measure):
     if cluster.local_rank != 0:
         return
     facts = collect_node(inventory, rank=cluster.rank)
-    findings = examine_host(facts, workload.host)
+    findings = examine_host(facts, dataclasses.asdict(workload.host))
     for reading in readings(facts):
         print(reading)
         context = {"found": reading.found, "for more": reading.remedy}

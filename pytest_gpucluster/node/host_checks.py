@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpucluster.config.criteria.host import Host
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Kind, environment, finding, identity, note
 from pytest_gpucluster.node.host import SHM, NodeSnapshot
@@ -17,14 +16,16 @@ from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 from pytest_gpucluster.text import plural
 
 PERFORMANCE = "performance"
+Wanted = Mapping[str, str]
+"""The intended settings: name of a key of the workload's section ``host`` -> its value. "any" accepts all."""
 
 
-def examine_host(facts: NodeSnapshot, wanted: Host) -> list[Finding]:
+def examine_host(facts: NodeSnapshot, wanted: Wanted) -> list[Finding]:
     """Apply every check. Harmful settings are faults of the environment, not of a GPU."""
     return [finding for check in CHECKS for finding in check(facts, wanted)]
 
 
-def _shm(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
+def _shm(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     shm = facts.memory.shm
     if shm is not None and shm.kind != "tmpfs":
         yield environment(
@@ -36,7 +37,7 @@ def _shm(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
         )
 
 
-def _governor(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
+def _governor(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/pm/cpufreq.rst, generic scaling governors.
     processors = facts.processors
     if not processors.governors:
@@ -51,7 +52,7 @@ def _governor(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
     if any(slow.values()):
         found = ", ".join(f"{name} on the CPUs {format_ranges(cpus)}" for name, cpus in slow.items() if cpus)
         yield finding(
-            "environment" if wanted.governor == PERFORMANCE else "note",
+            "environment" if wanted["governor"] == PERFORMANCE else "note",
             "governor",
             facts.host,
             f"the CPU frequency governor is {found}",
@@ -61,13 +62,13 @@ def _governor(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
         )
 
 
-def _numa(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
+def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/sysctl/kernel.rst, numa_balancing; AMD, "Instinct MI300X system
     # optimization", disable NUMA auto-balancing.
     balancing, nodes = facts.processors.numa_balancing, len(facts.processors.nodes)
     if nodes > 1 and balancing:
         yield finding(
-            "environment" if wanted.numa_balancing == "off" else "note",
+            "environment" if wanted["numa_balancing"] == "off" else "note",
             "numa_balancing",
             facts.host,
             f"automatic NUMA balancing is on, with {nodes} NUMA nodes (kernel.numa_balancing={balancing})",
@@ -76,13 +77,13 @@ def _numa(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
         )
 
 
-def _iommu(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
+def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: as pci_path.
     for gpu in facts.gpus:
         if gpu.path is None or not gpu.path.is_translated:
             continue
         # On Arm the GPU may reach memory through the SMMU by design, as on Grace.
-        strict = wanted.iommu == "passthrough" and facts.machine == "x86_64"
+        strict = wanted["iommu"] == "passthrough" and facts.machine == "x86_64"
         yield finding(
             "environment" if strict else "note",
             "iommu",
@@ -99,14 +100,14 @@ def _iommu(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
         yield note("iommu", facts.host, found, remedy=remedy)
 
 
-def _acs(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
+def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: as pci_path.
     for gpu in facts.gpus:
         if gpu.path is None or not gpu.path.redirecting:
             continue
         ports = "; ".join(f"{port} ({', '.join(bits)})" for port, bits in gpu.path.redirecting)
         yield finding(
-            "environment" if wanted.acs == "off" else "note",
+            "environment" if wanted["acs"] == "off" else "note",
             "acs",
             gpu.who,
             f"PCIe switch ports above this GPU redirect peer-to-peer traffic: {ports}",
@@ -121,7 +122,7 @@ def _acs(facts: NodeSnapshot, wanted: Host) -> Iterator[Finding]:
         yield note("acs", facts.host, found, remedy=remedy)
 
 
-CHECKS: tuple[Callable[[NodeSnapshot, Host], Iterator[Finding]], ...] = (_shm, _governor, _numa, _iommu, _acs)
+CHECKS: tuple[Callable[[NodeSnapshot, Wanted], Iterator[Finding]], ...] = (_shm, _governor, _numa, _iommu, _acs)
 
 
 @dataclass(frozen=True, kw_only=True)

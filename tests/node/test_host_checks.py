@@ -10,7 +10,6 @@ import pytest
 from complaints import in_order
 from fake_host import HEALTHY, MOUNTS, facts
 
-from pytest_gpucluster.config.criteria.host import Host
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.finding import Identity, require_nothing
@@ -28,7 +27,7 @@ from pytest_gpucluster.node.host_checks import (
 from pytest_gpucluster.node.pci import PciPath
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 
-USUAL = Host(governor="performance", numa_balancing="any", iommu="passthrough", acs="off")
+USUAL = {"governor": "performance", "numa_balancing": "any", "iommu": "passthrough", "acs": "off"}
 ANY = "any"
 SMALL = {"/sys/devices/system/node/online": "0\n"}
 
@@ -54,7 +53,7 @@ def test_a_healthy_host_has_no_findings(tmp_path):
 @pytest.mark.parametrize("wanted", ["performance", ANY])
 def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path, wanted):
     files = {"/sys/devices/system/cpu/cpu127/cpufreq/scaling_governor": "powersave\n"}
-    [finding] = found(facts(tmp_path, files), "governor", replace(USUAL, governor=wanted))
+    [finding] = found(facts(tmp_path, files), "governor", {**USUAL, "governor": wanted})
     assert in_order(finding.found, "powersave CPUs 127")
     assert "cpupower frequency-set -g performance" in finding.remedy
     assert finding.kind == ("note" if wanted == ANY else "environment")
@@ -94,11 +93,11 @@ def test_a_machine_without_governors_is_a_note(tmp_path):
 def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path):
     on = {"/proc/sys/kernel/numa_balancing": "1\n"}
     for wanted, kind in ((ANY, "note"), ("off", "environment")):
-        [finding] = found(facts(tmp_path / wanted, on), "numa_balancing", replace(USUAL, numa_balancing=wanted))
+        [finding] = found(facts(tmp_path / wanted, on), "numa_balancing", {**USUAL, "numa_balancing": wanted})
         assert finding.kind == kind
         assert "kernel.numa_balancing=1" in finding.found
     one = facts(tmp_path / "one node", {**on, **SMALL})
-    assert found(one, "numa_balancing", replace(USUAL, numa_balancing="off")) == [], "it moves nothing"
+    assert found(one, "numa_balancing", {**USUAL, "numa_balancing": "off"}) == [], "it moves nothing"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path):
 )
 def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path, machine, wanted, kind):
     host = replace(with_gpus(facts(tmp_path), gpu(3, iommu="DMA-FQ")), machine=machine)
-    [finding] = found(host, "iommu", replace(USUAL, iommu=wanted))
+    [finding] = found(host, "iommu", {**USUAL, "iommu": wanted})
     assert (finding.kind, finding.gpu.index, "DMA-FQ" in finding.found) == (kind, 3, True)
     assert "iommu=pt" in finding.remedy
 
@@ -116,7 +115,7 @@ def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path, machine, wante
 def test_switch_ports_that_redirect_are_named_with_the_gpu(tmp_path, wanted, kind):
     redirecting = (("0000:3a:04.0", ("request redirect",)),)
     host = with_gpus(facts(tmp_path), gpu(), gpu(1, redirecting=redirecting))
-    [finding] = found(host, "acs", replace(USUAL, acs=wanted))
+    [finding] = found(host, "acs", {**USUAL, "acs": wanted})
     assert (finding.kind, finding.gpu.index) == (kind, 1)
     assert "0000:3a:04.0 (request redirect)" in finding.found
     assert "ECAP_ACS+0x6.w=0000" in finding.remedy

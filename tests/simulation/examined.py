@@ -3,7 +3,6 @@
 import re
 
 from pytest_gpucluster.agreement import preflight
-from pytest_gpucluster.config.criteria.host import Host
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.datasheets import promise_of
@@ -14,7 +13,7 @@ from pytest_gpucluster.simulation import node
 from pytest_gpucluster.simulation.nvml import gpus_of
 
 INPUTS = {"values": {}, "problems": []}
-USUAL = Host(governor="performance", numa_balancing="any", iommu="passthrough", acs="off")
+USUAL = {"governor": "performance", "numa_balancing": "any", "iommu": "passthrough", "acs": "off"}
 WORK_SECONDS = 700
 """Longer than a hot GPU works at its full rate."""
 
