@@ -7,9 +7,9 @@ import pytest
 from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
 from pytest_gpucluster.benchmarks.fingerprint import Fingerprint, FingerprintAgreement, exchange, take_fingerprint
 from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Survey, run_pattern
+from pytest_gpucluster.judge.misses import SLOWDOWNS
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.finding import identity
-from pytest_gpucluster.node.health.checks import BAD_REASONS
 from pytest_gpucluster.node.host import WORKERS
 
 SETUP_SECONDS = 120.0  # making the operands and the reference, or the buffers
@@ -82,7 +82,7 @@ def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measu
     finally:
         record_property("burn_in", series.progress_text)
         summary = window.summary()
-        for one in series.metric_values(config.dtype, summary, slowdowns=BAD_REASONS):
+        for one in series.metric_values(config.dtype, summary, slowdowns=SLOWDOWNS):
             measure(
                 one.metric,
                 one.value,

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node.host import collect_node
-from pytest_gpucluster.node.host_checks import Wanted, examine_host, readings
+from pytest_gpucluster.node.host_checks import examine_host, readings
 
 
 @pytest.mark.first(2)
@@ -28,7 +28,7 @@ def test_host_limits(cluster, inventory, workload, measure):
     if cluster.local_rank != 0:
         return
     facts = collect_node(inventory, rank=cluster.rank)
-    findings = examine_host(facts, Wanted(**dataclasses.asdict(workload.host)))
+    findings = examine_host(facts, dataclasses.asdict(workload.host))
     for reading in readings(facts):
         print(reading)
         context = {"found": reading.found, "for more": reading.remedy}

@@ -7,7 +7,6 @@ import pytest
 from pytest_gpucluster.benchmarks.links import rounds_of, survey
 from pytest_gpucluster.isolation.link_survey import (
     compact,
-    describe_plan,
     require_healthy,
     require_measured,
     survey_text,
@@ -44,7 +43,7 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
         }
         where = {"world_size": cluster.world_size, "nnodes": cluster.nnodes}
         limit = limits.limit("link.ratio_to_median", sku=gpu.sku or "", **where, labels=as_text(labels))
-        print(describe_plan(rounds, len(rounds) * config.round_seconds, f"links, {scope}"))
+        print(f"links, {scope}: {len(rounds)} rounds, about {len(rounds) * config.round_seconds:.3g} s")
         window = telemetry()
         result = survey(
             cluster.group,

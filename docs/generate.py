@@ -20,7 +20,7 @@ from typing import Any
 from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judge.editor_schemas import limits_schema, workloads_schema
+from pytest_gpucluster.judge.editor_schemas import limits_schema
 from pytest_gpucluster.reports.results_json import results_schema
 
 DOCS = Path(__file__).parent
@@ -62,8 +62,8 @@ def files() -> dict[Path, str]:
 
 
 def schemas() -> dict[Path, str]:
-    """Return each JSON Schema: of the YAML files, for editors, and of results.json."""
-    made = {"thresholds": limits_schema(), "workloads": workloads_schema(), "results": results_schema()}
+    """Return each JSON Schema: of files of limits, for editors, and of results.json."""
+    made = {"thresholds": limits_schema(), "results": results_schema()}
     return {DOCS / f"{name}.schema.json": json.dumps(schema, indent=2) + "\n" for name, schema in made.items()}
 
 

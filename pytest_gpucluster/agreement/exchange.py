@@ -20,6 +20,7 @@ from typing import Any
 
 from pytest_gpucluster.agreement.store import Store, Stores, store_errors
 from pytest_gpucluster.errors import OutOfStep
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.metrics.time_budget import AGREEING, counted
 from pytest_gpucluster.text import first_line, rank_ranges
 
@@ -308,11 +309,8 @@ def _disagreeing_skip(
 
 def _folded(bad: Sequence[RankOutcome], names: Mapping[int, str]) -> list[str]:
     """Return one section for each different failure: a thousand equal tracebacks are one."""
-    groups: dict[tuple[str, str], list[RankOutcome]] = {}
-    for outcome in bad:
-        # The addresses of objects differ in each process.
-        text = _ADDRESS.sub("0x…", outcome.text or outcome.message)
-        groups.setdefault((outcome.outcome, text), []).append(outcome)
+    # The addresses of objects differ in each process.
+    groups = grouped(((one.outcome, _ADDRESS.sub("0x…", one.text or one.message)), one) for one in bad)
     sections = []
     for (kind, _), members in groups.items():
         text = members[0].text or members[0].message

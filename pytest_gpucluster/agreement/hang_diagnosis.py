@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pytest_gpucluster.device.process_group import flight_records
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.text import rank_ranges
 
 _UNRECORDED = "unrecorded"
@@ -225,14 +226,9 @@ def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing:
 
 def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dict[int, Culprit]:
     """Blame first who is wrong by the count of its own group: who waits in another group may only wait for that one."""
-    waits: dict[Operation, list[int]] = {}
-    for rank, where in stuck.items():
-        waits.setdefault(where.pending[-1], []).append(rank)
-    by_group: dict[str, list[Operation]] = {}
-    for operation in waits:
-        by_group.setdefault(operation.group, []).append(operation)
+    waits = grouped((where.pending[-1], rank) for rank, where in stuck.items())
     right: dict[str, list[Operation]] = {}
-    for group, operations in by_group.items():
+    for group, operations in grouped((operation.group, operation) for operation in waits).items():
         most = _most_waited(operations, waits)
         furthest = max(o.sequence for o in most)  # no rank is ahead of it
         right[group] = [o for o in most if o.sequence == furthest]

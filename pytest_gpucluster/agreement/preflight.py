@@ -7,13 +7,13 @@ launched. Everything here is pure: it compares what the ranks reported of themse
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.text import plural, printable, rank_ranges, some_of
 
 Who = Mapping[str, Any]
@@ -129,10 +129,7 @@ def _missing_by_node(missing: list[int], who: Mapping[int, Who], facts: RankFact
         # Uneven nodes, or ranks dealt out in another order: it is unknown where a silent rank is.
         yield f"{rank_ranges(missing)} never reported"
         return
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for rank in missing:
-        nodes[rank // per_node].append(rank)
-    for node, ranks in nodes.items():
+    for node, ranks in grouped((rank // per_node, rank) for rank in missing).items():
         siblings = [who[rank] for rank in range(node * per_node, (node + 1) * per_node) if rank in who]
         if siblings:
             yield f"{rank_ranges(ranks)} on {_host(siblings[0])} (node_rank {node}) never reported"
@@ -221,9 +218,7 @@ def gpus_without_a_rank(who: Mapping[int, Who], facts: RankFacts, expectation: E
     """
     if expectation is not None or facts.scheduler.gpus_per_node is not None:
         return ""
-    nodes: dict[tuple[str, int], list[Who]] = {}
-    for they in who.values():
-        nodes.setdefault((_host(they), they["node_rank"]), []).append(they)
+    nodes = grouped(((_host(they), they["node_rank"]), they) for they in who.values())
     bare = []
     for (name, _), ranks in sorted(nodes.items()):
         visible = max(0 if they["chosen"] else they["visible_gpus"] for they in ranks)
@@ -315,11 +310,8 @@ def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
         values = by_value({rank: options.get(option, "not given") for rank, options in inputs.items()})
         if len(values) > 1:
             yield _deviation(option, values, who, "start every rank with the same options, environment and ini file")
-    wrong: dict[str, list[int]] = defaultdict(list)
-    for rank, they in sorted(who.items()):
-        for text in they["inputs"]["problems"]:
-            wrong[printable(text)].append(rank)
-    for text, ranks in wrong.items():
+    wrong = ((printable(text), rank) for rank, they in sorted(who.items()) for text in they["inputs"]["problems"])
+    for text, ranks in grouped(wrong).items():
         everywhere = len(ranks) == len(who)
         yield Problem(
             text=f"{text} ({rank_ranges(ranks)} on {_hosts(ranks, who)})\nwhat to do: "
@@ -334,10 +326,7 @@ def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
 
 def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     """Return value -> its ranks, from rank -> value. Ranks come in ascending order."""
-    groups: dict[Any, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        groups.setdefault(value, []).append(rank)
-    return groups
+    return grouped((value, rank) for rank, value in sorted(values.items()))
 
 
 def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who], remedy: str) -> Problem:

@@ -12,10 +12,10 @@ need in addition, and all other tests, is counted and named instead. After ``war
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 from pytest_gpucluster.config.declaration import Criterion, Section, Span, Spec
 from pytest_gpucluster.metrics.catalogue import declared
@@ -32,27 +32,14 @@ KEYS: Mapping[str, Spec] = {path: spec for section in SECTIONS for path, (_, spe
 """Path of every key, such as ``nccl.all_reduce.latency_sizes`` -> what it means and how it is written."""
 CRITERIA: Mapping[str, Criterion] = {criterion.name: criterion for criterion in declared("CRITERIA")}
 
-if TYPE_CHECKING:
 
-    class Workload:
-        """What is measured with: one profile, complete. Each attribute but ``profile`` is a declared section."""
+class Workload(SimpleNamespace):
+    """What is measured with: one profile, complete. Each attribute but ``profile`` is a declared section."""
 
-        profile: str
+    profile: str
 
-        def __init__(self, *, profile: str, **sections: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-    Workload = dataclasses.make_dataclass(
-        "Workload",
-        [("profile", str), *((section.attribute, section.type) for section in SECTIONS)],
-        frozen=True,
-        kw_only=True,
-        namespace={
-            "__module__": __name__,
-            "__doc__": "What is measured with: one profile, complete; an attribute for each declared section.",
-        },
-    )
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a workload cannot be changed: {name}")
 
 
 @dataclass(frozen=True, kw_only=True)

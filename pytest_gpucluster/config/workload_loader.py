@@ -182,10 +182,7 @@ class _Entry:
     node: Node | None = None
 
 
-_Entries = Mapping[str, _Entry]
-
-
-def _contradictions(entries: _Entries, own: Iterable[str]) -> Iterator[tuple[_Entry, _Entry, str]]:
+def _contradictions(entries: Mapping[str, _Entry], own: Iterable[str]) -> Iterator[tuple[_Entry, _Entry, str]]:
     """Yield each window that is longer than its longest time: the entry that is one's own, the other, and the text.
 
     Where both were inherited, it is reported for the profile that they come from.
@@ -226,14 +223,12 @@ class _Reader:
     def read(self, path: Path) -> dict[str, dict[str, _Entry]]:
         """Return the complete profiles by name."""
         root = self.file.root(path, needs="schema_version and profiles", block_scalar_hint="quote the value")
-        if root is not None:
-            self._top(root)
+        top = None if root is None else self.file.mapping(root, "the file", FILE_KEYS)
+        if root is not None and top is not None:
+            self._top(root, top)
         return {name: self._complete(name) for name in self._own}
 
-    def _top(self, root: Node) -> None:
-        top = self.file.mapping(root, "the file", FILE_KEYS)
-        if top is None:
-            return
+    def _top(self, root: Node, top: Mapping[str, tuple[Node, Node]]) -> None:
         whole = not self.file.complaints  # else what is missing may be what was misspelt
         self.file.require_version(root, top, SCHEMA_VERSION)
         if "profiles" not in top:

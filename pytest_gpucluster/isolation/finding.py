@@ -128,14 +128,6 @@ EXCLUDE_FILE = "exclude.txt"
 _SLURM = "[slurm]"
 
 
-def hosts_to_exclude(result: IsolationResult, *, host: Callable[[int], str]) -> tuple[str, ...]:
-    """Return the hosts to exclude so that no culprit is used, sorted, each once.
-
-    Of a bad link the first end is excluded: without it the link is not used. ``host`` is unit -> its host.
-    """
-    return tuple(sorted({host(culprit.units[0]) for culprit in result.culprits}))
-
-
 def exclude_text(
     result: IsolationResult | None,
     *,
@@ -163,7 +155,8 @@ def exclude_text(
     culprits = () if result is None else result.culprits
     if not culprits and not failed:
         return ""
-    hosts = [*failed, *(hosts_to_exclude(result, host=host) if result is not None else ())]
+    # Of a bad link the first end is excluded: without it the link is not used.
+    hosts = [*failed, *(host(culprit.units[0]) for culprit in culprits)]
     each = "Each failed again with partners that pass without it." if culprits else ""
     lines = [f"# Nodes to leave out of the next jobs. {each}".rstrip()]
     lines += [f"# {its}: {' '.join(why.split())}" for its, why in failed.items()]

@@ -6,6 +6,7 @@ A group fails by itself (wrong data, not finished, a rate below the floor), or c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -305,10 +306,7 @@ class Evidence:
         for unit in sorted(against, key=lambda unit: (-len(against[unit]), unit)):
             if len(against[unit]) >= CONFIRMED and self._is_confirmed(unit, against[unit]):
                 return (unit,)
-        pairs: dict[tuple[int, ...], int] = {}
-        for probe in self.unexplained:
-            if len(probe.members) == 2:
-                pairs[probe.outcome.members] = pairs.get(probe.outcome.members, 0) + 1
+        pairs = Counter(probe.outcome.members for probe in self.unexplained if len(probe.members) == 2)
         return next((pair for pair in sorted(pairs) if pairs[pair] >= CONFIRMED and self._is_bad_link(pair)), None)
 
     def _implicated(self, probe: Probe) -> list[int]:

@@ -70,20 +70,14 @@ class Matrix:
     def __init__(self, readings: Iterable[Reading], unit_of: Callable[[int], int] = lambda rank: rank) -> None:
         ordered = sorted(readings, key=lambda reading: (reading.sender, reading.receiver))
         self.readings: Mapping[tuple[int, int], Reading] = {(one.sender, one.receiver): one for one in ordered}
-        self.pairs: dict[Pair, list[Reading]] = {}
-        self.touching: dict[int, list[Reading]] = {}
-        for reading in self.readings.values():
-            self.pairs.setdefault(reading.pair, []).append(reading)
-            for rank in reading.pair:
-                self.touching.setdefault(rank, []).append(reading)
+        self.pairs = stats.grouped((one.pair, one) for one in self.readings.values())
+        self.touching = stats.grouped((rank, one) for one in self.readings.values() for rank in one.pair)
         by_rate = sorted(self.readings.values(), key=lambda reading: reading.bytes_per_second)
         self._rates = [reading.bytes_per_second for reading in by_rate]
-        places_of_unit: dict[int, list[int]] = {}
-        self._places_of_pair: dict[Pair, list[int]] = {}
-        for place, reading in enumerate(by_rate):
-            self._places_of_pair.setdefault(reading.pair, []).append(place)
-            for unit in {unit_of(rank) for rank in reading.pair}:
-                places_of_unit.setdefault(unit, []).append(place)
+        self._places_of_pair = stats.grouped((one.pair, place) for place, one in enumerate(by_rate))
+        places_of_unit = stats.grouped(
+            (unit, place) for place, one in enumerate(by_rate) for unit in set(map(unit_of, one.pair))
+        )
         without = (stats.median_without(self._rates, places) for places in places_of_unit.values())
         self._best_median = max((median for median in without if median is not None), default=None)
 

@@ -7,14 +7,14 @@ requirement is raised on the culprits' ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, WrongResult
 from pytest_gpucluster.isolation.link_matrix import Culprit, Matrix, Reading, Scope, culprits, explained_by_others
-from pytest_gpucluster.isolation.round_robin import Pair, Places, Round
+from pytest_gpucluster.isolation.round_robin import Pair, Places
 from pytest_gpucluster.metrics import units
 
 Fault = Literal["wrong", "slow"]
@@ -53,16 +53,12 @@ class Survey:
 
     def culprits(self, fault: Fault) -> tuple[Culprit, ...]:
         """Return the culprits for pairs with wrong data, in either measurement, or for slow pairs."""
-        return self._wrong if fault == "wrong" else self._slow
+        return self._culprits[fault]
 
     @cached_property
-    def _slow(self) -> tuple[Culprit, ...]:
-        return culprits(self.slow, self.matrix.pairs, self.places, self.scope)
-
-    @cached_property
-    def _wrong(self) -> tuple[Culprit, ...]:
-        wrong = {*self.matrix.wrong(), *self.alone.wrong()}
-        return culprits(wrong, self.matrix.pairs, self.places, self.scope)
+    def _culprits(self) -> Mapping[Fault, tuple[Culprit, ...]]:
+        bad: dict[Fault, Iterable[Pair]] = {"wrong": {*self.matrix.wrong(), *self.alone.wrong()}, "slow": self.slow}
+        return {fault: culprits(pairs, self.matrix.pairs, self.places, self.scope) for fault, pairs in bad.items()}
 
     def of_rank(self, rank: int) -> Reading:
         """Return the reading that represents a rank: its slowest, without those that have another culprit.
@@ -70,7 +66,7 @@ class Survey:
         Raises:
             KeyError: the rank has no reading.
         """
-        return self.matrix.of_rank(rank, without=explained_by_others(self._slow, rank))
+        return self.matrix.of_rank(rank, without=explained_by_others(self.culprits("slow"), rank))
 
 
 def matrix_of(readings: Iterable[Reading], scope: Scope, places: Places) -> Matrix:
@@ -100,16 +96,6 @@ _HINTS = {
     "rail": "Look at the leaf switch of this rail, and at its cables to the others",
     "fabric": "Look at the switches between the nodes, and at NCCL's transport (NET/Socket?)",
 }
-
-
-def describe_plan(rounds: Sequence[Round], seconds: float, what: str) -> str:
-    """Return a line about the planned rounds and their duration.
-
-    >>> describe_plan((((0, 1), (2, 3)), ((0, 2), (1, 3))), 1.0, "links within nodes")
-    'links within nodes: 2 rounds of up to 2 pairs at once, about 1 s'
-    """
-    most = max((len(round_) for round_ in rounds), default=0)
-    return f"{what}: {len(rounds)} rounds of up to {most} pairs at once, about {seconds:.3g} s"
 
 
 def culprit_name(culprit: Culprit, places: Places) -> str:

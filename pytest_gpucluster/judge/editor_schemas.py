@@ -1,7 +1,7 @@
-"""JSON Schemas of thresholds.yaml and workloads.yaml for editors, made from the tables that the loaders read by.
+"""JSON Schema of thresholds.yaml for editors, made from the tables that its loader reads by.
 
 With a schema an editor completes keys, shows what they mean, and marks an unknown key or a wrong unit while it is
-typed. The loaders decide: what depends on more than one value, and the amount behind a quantity, only they see.
+typed. The loader decides: what depends on more than one value, and the amount behind a quantity, only it sees.
 
 Draft 7, because that is what YAML editors know best. Patterns use only what Python and ECMAScript have in common.
 """
@@ -12,10 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_gpucluster.config.declaration import Spec
-from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Kind, Ratio, Whole
-from pytest_gpucluster.config.workload import KEYS, PROFILES, SECTIONS
-from pytest_gpucluster.config.workload_loader import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY
 from pytest_gpucluster.metrics import datasheets, measurement, units
@@ -40,10 +36,6 @@ def _described(description: str, schema: Schema) -> Schema:
     return {"description": description, **schema} if description else schema
 
 
-def _document(title: str, root: Schema, **more: Any) -> Schema:
-    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **root, **more}
-
-
 def _mapping(properties: Mapping[str, Schema], description: str = "", **more: Any) -> Schema:
     """Return the schema of a mapping that is not empty and has these keys only. ``more`` adds to it or changes it."""
     body = {"minProperties": 1, "additionalProperties": False, "properties": dict(properties)}
@@ -57,10 +49,6 @@ def _scalar(description: str = "") -> Schema:
 
 def _one_or_more(item: Schema) -> Schema:
     return {"if": {"type": "array"}, "then": {"minItems": 1, "items": item}, "else": item}
-
-
-def _version(version: int) -> Schema:
-    return {"enum": [version, str(version)], "description": "Which form this file has."}
 
 
 def _to(name: str) -> Schema:
@@ -84,7 +72,10 @@ def limits_schema() -> Schema:
         "limits": _to("limits"),
     }
     root = {
-        "schema_version": _version(loader.SCHEMA_VERSION),
+        "schema_version": {
+            "enum": [loader.SCHEMA_VERSION, str(loader.SCHEMA_VERSION)],
+            "description": "Which form this file has.",
+        },
         "defaults": _by_metric(
             {metric.name: _mapping(default) for metric in metrics},
             "What the judged entries of a metric under skus have that do not give it themselves.",
@@ -104,11 +95,12 @@ def limits_schema() -> Schema:
         entries[name], entries[f"{name}_list"] = _entry(metric.unit), _one_or_more(_one_or_more(_to(name)))
         limits[metric.name] = {"description": f"{metric.doc} In {metric.unit}.", "allOf": [_to(f"{name}_list")]}
     assert (*root, *sku, *default) == (*loader.FILE_KEYS, *loader.SKU_KEYS, *loader.DEFAULT_KEYS)
-    return _document(
-        "Limits of pytest-gpucluster",
-        _mapping(root, required=["schema_version"]),
-        definitions={"limits": _by_metric(limits, "The limits, by metric."), "when": _when(), **entries},
-    )
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Limits of pytest-gpucluster",
+        **_mapping(root, required=["schema_version"]),
+        "definitions": {"limits": _by_metric(limits, "The limits, by metric."), "when": _when(), **entries},
+    }
 
 
 def _by_metric(properties: Mapping[str, Schema], description: str) -> Schema:
@@ -158,44 +150,3 @@ def _when() -> Schema:
     }
     assert tuple(properties) == loader.WHEN_KEYS
     return _mapping(properties, "What the entry applies to. Within a file the entry with the most conditions decides.")
-
-
-def workloads_schema() -> Schema:
-    """Return the schema of a file of workloads."""
-    keys = {key: _level(key, below) for key, below in key_tree().items()}
-    inherits = "A profile that stands before, for the keys that this one lacks."
-    profiles = {
-        name: _mapping(
-            {INHERITS: {"enum": [other for other in PROFILES if other != name], "description": inherits}, **keys},
-            f"The profile {name}: complete, or inherits the rest.",
-        )
-        for name in PROFILES
-    }
-    root = {
-        "schema_version": _version(SCHEMA_VERSION),
-        "profiles": _mapping(profiles, "What to measure with, by profile."),
-    }
-    assert tuple(root) == FILE_KEYS
-    return _document("Workloads of pytest-gpucluster", _mapping(root, required=list(root)))
-
-
-def _level(path: str, below: Any) -> Schema:
-    if isinstance(below, str):
-        return _value(KEYS[below])
-    doc = next((section.doc for section in SECTIONS if section.path == path), "")
-    return _mapping({key: _level(f"{path}.{key}", inner) for key, inner in below.items()}, doc)
-
-
-def _value(spec: Spec) -> Schema:
-    item = _item(spec.kind)
-    return {"description": f"{spec.doc}: {spec.allowed}", **(_one_or_more(item) if spec.is_list else item)}
-
-
-def _item(kind: Kind) -> Schema:
-    if isinstance(kind, Choice):
-        return {"enum": list(kind.words)}
-    if isinstance(kind, Whole):
-        number = {"type": "integer", "minimum": kind.least, "maximum": kind.most, "multipleOf": kind.multiple_of}
-        return {"anyOf": [number, {"type": "string", "pattern": r"^\s*[0-9]+\s*$"}]}
-    symbols: dict[type, str] = {Amount: "B", Duration: "s", Ratio: "%"}
-    return quantity(symbols[type(kind)]) if type(kind) in symbols else {"type": "string"}

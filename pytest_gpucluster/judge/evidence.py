@@ -14,13 +14,11 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from pytest_gpucluster.errors import MeasurementError, ThresholdsError, UnitError
 from pytest_gpucluster.judge.limits import Limit, Thresholds
 from pytest_gpucluster.metrics import measurement, stats, units
 
 PATH = Path(__file__).with_name("evidence.tsv")
 COLUMNS = ("sku", "metric", "value", "world_size", "nodes", "labels", "class", "how", "source")
-CLASSES = ("healthy", "faulty", "floor", "expected")
 CONTRACT = "acceptance of 2 x 8 H100 SXM"
 """In the source of a limit that a user has agreed on."""
 ROOM_RATIO = 0.97
@@ -35,16 +33,8 @@ _TRANSPORTS: Mapping[str, str] = {
 }
 _SMALLEST_JUDGED = "1 GB"
 _BEST_OF = "4096, 8192, 16384"
-_READ: Mapping[str, str] = {
-    "transport": "transport",
-    "within": "transport",
-    "nics": "nics",
-    "size": "size",
-    "mode": "mode",
-    "best": "best_of",
-    "model": "model",
-}
-"""Label of a row -> the label of a measurement that is made of it."""
+_READ: Mapping[str, str] = {"within": "transport", "best": "best_of"}
+"""Label of a row -> the label of a measurement that is made of it, where that has another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,23 +97,13 @@ class Support:
 
 
 def read(path: Path = PATH) -> tuple[Row, ...]:
-    """Read a table of evidence.
+    """Read a table of evidence, whose first line without ``#`` has the columns.
 
-    Raises: ThresholdsError listing every error, each as ``file:line: ...``.
+    Raises: MeasurementError, UnitError or ValueError: a line has another form.
     """
     numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
     lines = [(number, line.split("\t")) for number, line in numbered if line and not line.startswith("#")]
-    if not lines or tuple(lines[0][1]) != COLUMNS:
-        raise ThresholdsError(f"{path.name}:{lines[0][0] if lines else 1}: the columns must be {', '.join(COLUMNS)}")
-    found, errors = [], []
-    for number, fields in lines[1:]:
-        try:
-            found.append(_row(fields, number))
-        except (ThresholdsError, MeasurementError) as error:
-            errors.append(f"{path.name}:{number}: {error}")
-    if errors:
-        raise ThresholdsError("\n".join(errors))
-    return tuple(found)
+    return tuple(_row(dict(zip(COLUMNS, fields, strict=True)), number) for number, fields in lines[1:])
 
 
 @cache
@@ -132,35 +112,16 @@ def published() -> tuple[Row, ...]:
     return read()
 
 
-def _row(fields: Sequence[str], line: int) -> Row:
-    if len(fields) != len(COLUMNS):
-        raise ThresholdsError(f"there are {len(fields)} columns; {len(COLUMNS)} are needed, separated by tabs")
-    of = dict(zip(COLUMNS, fields, strict=True))
+def _row(of: Mapping[str, str], line: int) -> Row:
     metric = measurement.known(of["metric"])
-    for name in ("sku", "source"):
-        if not of[name].strip():
-            raise ThresholdsError(f"{name} is empty")
-    for name in ("world_size", "nodes"):
-        if not re.fullmatch(r"[1-9][0-9]*", of[name]):
-            raise ThresholdsError(f"{name} is {of[name]!r}; it counts in whole numbers from 1")
-    if of["class"] not in CLASSES:
-        raise ThresholdsError(f"class is {of['class']!r}; it is one of {', '.join(CLASSES)}")
-    value = units.parse(of["value"], like=metric.unit).to(metric.unit)
-    if not value > 0:
-        raise UnitError(f"value is {of['value']}; it must be above zero")
-    labels: dict[str, str] = {}
-    for label in filter(None, (part.strip() for part in of["labels"].split(";"))):
-        key, _, text = label.partition("=")
-        if key in labels:
-            raise ThresholdsError(f"the label {key!r} comes twice")
-        labels[key] = text
+    labels = (label.strip().partition("=") for label in of["labels"].split(";") if label.strip())
     return Row(
         sku=of["sku"],
         metric=metric.name,
-        value=value,
+        value=units.parse(of["value"], like=metric.unit).to(metric.unit),
         world_size=int(of["world_size"]),
         nodes=int(of["nodes"]),
-        labels=MappingProxyType(labels),
+        labels=MappingProxyType({key: text for key, _, text in labels}),
         kind=of["class"],
         how=of["how"],
         source=of["source"],
@@ -227,10 +188,7 @@ def support_of(limit: Limit, limits: Thresholds) -> Support | None:
 
 @cache
 def _by_name() -> Mapping[tuple[str, str], Sequence[Row]]:
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in published():
-        found.setdefault((row.sku, row.metric), []).append(row)
-    return found
+    return stats.grouped(((row.sku, row.metric), row) for row in published())
 
 
 def _support(rows: Sequence[Row]) -> Support:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from pytest_gpucluster.judge import evidence
@@ -89,13 +90,10 @@ class _Context:
     gpu_name: str | None
     telemetry: Mapping[int, Mapping[str, Any]]
     host_of: Mapping[int, str]
-    nodes: Mapping[int, list[int]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        nodes: dict[int, list[int]] = {}
-        for rank in sorted(self.world):
-            nodes.setdefault(self.node_of[rank], []).append(rank)
-        object.__setattr__(self, "nodes", nodes)
+    @cached_property
+    def nodes(self) -> Mapping[int, list[int]]:
+        return stats.grouped((self.node_of[rank], rank) for rank in sorted(self.world))
 
     def name(self, rank: int) -> str:
         return printable(self.world.get(rank, f"rank {rank}"))
@@ -132,11 +130,11 @@ def judge(
         telemetry=telemetry,
         host_of=host_of,
     )
-    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[int, Measurement]]] = {}
-    for rank in sorted(by_rank):
-        for measured in by_rank[rank]:
-            key = measured.metric, tuple(sorted(measured.labels.items()))
-            groups.setdefault(key, []).append((rank, measured))
+    groups = stats.grouped(
+        ((measured.metric, tuple(sorted(measured.labels.items()))), (rank, measured))
+        for rank in sorted(by_rank)
+        for measured in by_rank[rank]
+    )
     judged = tuple(_judge_group(known(name), group, context) for (name, _), group in groups.items())
     statuses = {item.status for item in judged}
     outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"

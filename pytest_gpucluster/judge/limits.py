@@ -13,12 +13,12 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
 from pytest_gpucluster.judge.judged import JudgedLimit
-from pytest_gpucluster.metrics import datasheets, measurement, units
+from pytest_gpucluster.metrics import datasheets, measurement, stats, units
 from pytest_gpucluster.metrics.catalogue import Metric
 
 # The facts about a run that a limit can depend on, besides a measurement's labels.
@@ -163,13 +163,11 @@ class Thresholds:
 
     skus: Mapping[str, datasheets.Sku]
     limits: tuple[Limit, ...]
-    _by_name: Mapping[tuple[str, str], list[Limit]] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        index: dict[tuple[str, str], list[Limit]] = {}
-        for limit in sorted(self.limits, key=lambda limit: limit.precedence, reverse=True):
-            index.setdefault((limit.sku, limit.metric), []).append(limit)
-        object.__setattr__(self, "_by_name", index)
+    @functools.cached_property
+    def _by_name(self) -> Mapping[tuple[str, str], list[Limit]]:
+        ordered = sorted(self.limits, key=lambda limit: limit.precedence, reverse=True)
+        return stats.grouped(((limit.sku, limit.metric), limit) for limit in ordered)
 
     @property
     def metrics(self) -> list[str]:

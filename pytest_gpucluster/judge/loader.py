@@ -128,17 +128,10 @@ class _Reader:
         self.defaults = dict(defaults)
 
     def read(self, path: Path) -> None:
-        root = self.file.root(
-            path, needs="schema_version, and every_sku or skus", block_scalar_hint=f"a condition is {FORMS}"
-        )
-        if root is not None:
-            self._top(root)
-
-    # Each method below reads one kind of node.
-
-    def _top(self, root: Node) -> None:
-        top = self.file.mapping(root, "the file", FILE_KEYS)
-        if top is None:
+        needs = "schema_version, and every_sku or skus"
+        root = self.file.root(path, needs=needs, block_scalar_hint=f"a condition is {FORMS}")
+        top = None if root is None else self.file.mapping(root, "the file", FILE_KEYS)
+        if root is None or top is None:
             return
         whole = not self.file.complaints  # else what is missing may be what was misspelt
         self.file.require_version(root, top, SCHEMA_VERSION)
@@ -155,6 +148,8 @@ class _Reader:
             return
         for name, (key, value) in (self.file.mapping(top["skus"][1], "skus", None) or {}).items():
             self._sku(name, key, value)
+
+    # Each method below reads one kind of node.
 
     def _sku(self, name: str, key: Node, node: Node) -> None:
         body = self.file.mapping(node, f"the SKU {name!r}", SKU_KEYS)

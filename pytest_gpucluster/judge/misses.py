@@ -158,7 +158,7 @@ SLOWDOWNS: Mapping[str, str] = {
     "sw_thermal": "SW thermal slowdown",
     "hw_power_brake": "HW power brake",
 }
-"""Throttle reasons of a GPU that is too hot or short of power, as nvidia-smi calls them; the health criterion's set."""
+"""Throttle reasons of a GPU that is too hot or short of power, as nvidia-smi calls them; gpu.health rejects it."""
 
 NOTES: Mapping[str, str] = {
     "applications_clocks": "clocks held by their setting {} (nvidia-smi -ac, -lgc)",
@@ -195,8 +195,9 @@ def explanation(telemetry: Mapping[str, Any], *, of_rate: bool = True) -> str:
             how much, and ``transport``, why a slower transport was chosen (``node.fabric.nccl_log``).
         of_rate: whether a rate was measured: a low clock makes no result wrong, and no host's clock.
     """
+    transport = telemetry.get("transport")
     parts = [
-        *_transport(telemetry),
+        *([transport] if isinstance(transport, str) and transport else ()),
         *_slowdowns(telemetry),
         *_heat(telemetry),
         *(_clock(telemetry) if of_rate else ()),
@@ -218,12 +219,6 @@ def most_throttled(by_rank: Mapping[int, Mapping[str, Any]]) -> int | None:
         return bool(telemetry.get("lost")), throttled, _last(telemetry, "temperature_celsius") or 0.0, -rank
 
     return max(by_rank, key=severity, default=None)
-
-
-def _transport(telemetry: Mapping[str, Any]) -> Iterator[str]:
-    why = telemetry.get("transport")
-    if isinstance(why, str) and why:
-        yield why
 
 
 def _slowdowns(telemetry: Mapping[str, Any]) -> Iterator[str]:

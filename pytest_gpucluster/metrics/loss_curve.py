@@ -118,16 +118,7 @@ def read_csv(path: Path) -> Curve:
         try:
             step = int(cells[0])
             if any(cells[1:-1]):
-                loss, all_token_loss, gradient_norm, learning_rate = map(float, cells[1:-1])
-                points.append(
-                    Point(
-                        step=step,
-                        loss=loss,
-                        all_token_loss=all_token_loss,
-                        gradient_norm=gradient_norm,
-                        learning_rate=learning_rate,
-                    )
-                )
+                points.append(Point(step=step, **dict(zip(_VALUES, map(float, cells[1:-1]), strict=True))))
             if cells[-1]:
                 held_out.append((step, float(cells[-1])))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Order statistics of a few samples, without numpy.
+"""Groups of values, and order statistics of a few samples, without numpy.
 
 A NaN among the samples makes every result NaN: it must reach the judge, not vanish in a sort.
 """
@@ -9,8 +9,24 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from fractions import Fraction
+from typing import TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return each key with its values, in the order in which they come.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def median(samples: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from pytest_gpucluster.files import Mount
 from pytest_gpucluster.metrics.finding import Identity, identity
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node import pci
 from pytest_gpucluster.node.pci import PciPath
 from pytest_gpucluster.node.sysfs import Tree
@@ -49,21 +50,14 @@ class Cgroup:
     cpuset: frozenset[int] | None = None
 
 
-_LIMIT_FILES = {
-    "memory": {2: "memory.max", 1: "memory.limit_in_bytes"},
-    "pids": {2: "pids.max", 1: "pids.max"},
-}
-"""Controller -> version -> the file with its limit."""
-
-
 def read_cgroup(tree: Tree) -> Cgroup:
     """Read the limits of this process's control groups."""
     folders = list(_folders(tree))
     return Cgroup(
         versions=tuple(sorted({version for version, _, _ in folders})),
-        memory_bytes=_lowest(tree, folders, "memory"),
+        memory_bytes=_lowest(tree, folders, "memory", {2: "memory.max", 1: "memory.limit_in_bytes"}),
         cpus=least(_cpus(tree, *folder) for folder in folders),
-        tasks=_lowest(tree, folders, "pids"),
+        tasks=_lowest(tree, folders, "pids", {2: "pids.max", 1: "pids.max"}),
         cpuset=_cpuset(tree, folders),
     )
 
@@ -99,10 +93,12 @@ def _ancestors(mount: Mount, path: str) -> list[str]:
     return [str(own), *(str(above) for above in own.parents if above.is_relative_to(mount.point))]
 
 
-def _lowest(tree: Tree, folders: Iterable[tuple[int, frozenset[str], str]], controller: str) -> int | None:
-    """Return the lowest limit of a controller; "max" is no number."""
+def _lowest(
+    tree: Tree, folders: Iterable[tuple[int, frozenset[str], str]], controller: str, files: Mapping[int, str]
+) -> int | None:
+    """Return the lowest limit of a controller, from its file in each version; "max" is no number."""
     numbers = (
-        tree.number(f"{folder}/{_LIMIT_FILES[controller][version]}")
+        tree.number(f"{folder}/{files[version]}")
         for version, controllers, folder in folders
         if version == 2 or controller in controllers
     )
@@ -278,10 +274,8 @@ def read_processors(tree: Tree) -> Processors:
     """
     online = tree.numbers(f"{CPUS}/online")
     folders = {cpu: f"{CPUS}/cpu{cpu}" for cpu in sorted(online or ())}
-    governors: dict[str, set[int]] = {}
-    for cpu, folder in folders.items():
-        if governor := tree.text(f"{folder}/cpufreq/scaling_governor"):
-            governors.setdefault(governor, set()).add(cpu)
+    of_cpu = {cpu: tree.text(f"{folder}/cpufreq/scaling_governor") for cpu, folder in folders.items()}
+    governors = grouped((governor, cpu) for cpu, governor in of_cpu.items() if governor)
     drivers = {cpu: tree.text(f"{folders[cpu]}/cpufreq/scaling_driver") for cpus in governors.values() for cpu in cpus}
     sockets = {tree.text(f"{folder}/topology/physical_package_id") for folder in folders.values()}
     kilohertz = (tree.number(f"{folder}/cpufreq/cpuinfo_max_freq") for folder in folders.values())

@@ -15,17 +15,9 @@ from pytest_gpucluster.node.host import SHM, NodeSnapshot
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 from pytest_gpucluster.text import plural
 
-ANY, PERFORMANCE = "any", "performance"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The intended settings, from the workload's section ``host``. "any" accepts all."""
-
-    governor: str = PERFORMANCE
-    numa_balancing: str = ANY
-    iommu: str = "passthrough"
-    acs: str = "off"
+PERFORMANCE = "performance"
+Wanted = Mapping[str, str]
+"""The intended settings: name of a key of the workload's section ``host`` -> its value. "any" accepts all."""
 
 
 def examine_host(facts: NodeSnapshot, wanted: Wanted) -> list[Finding]:
@@ -60,7 +52,7 @@ def _governor(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     if any(slow.values()):
         found = ", ".join(f"{name} on the CPUs {format_ranges(cpus)}" for name, cpus in slow.items() if cpus)
         yield finding(
-            "environment" if wanted.governor == PERFORMANCE else "note",
+            "environment" if wanted["governor"] == PERFORMANCE else "note",
             "governor",
             facts.host,
             f"the CPU frequency governor is {found}",
@@ -76,7 +68,7 @@ def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     balancing, nodes = facts.processors.numa_balancing, len(facts.processors.nodes)
     if nodes > 1 and balancing:
         yield finding(
-            "environment" if wanted.numa_balancing == "off" else "note",
+            "environment" if wanted["numa_balancing"] == "off" else "note",
             "numa_balancing",
             facts.host,
             f"automatic NUMA balancing is on, with {nodes} NUMA nodes (kernel.numa_balancing={balancing})",
@@ -91,7 +83,7 @@ def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         if gpu.path is None or not gpu.path.is_translated:
             continue
         # On Arm the GPU may reach memory through the SMMU by design, as on Grace.
-        strict = wanted.iommu == "passthrough" and facts.machine == "x86_64"
+        strict = wanted["iommu"] == "passthrough" and facts.machine == "x86_64"
         yield finding(
             "environment" if strict else "note",
             "iommu",
@@ -115,7 +107,7 @@ def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
             continue
         ports = "; ".join(f"{port} ({', '.join(bits)})" for port, bits in gpu.path.redirecting)
         yield finding(
-            "environment" if wanted.acs == "off" else "note",
+            "environment" if wanted["acs"] == "off" else "note",
             "acs",
             gpu.who,
             f"PCIe switch ports above this GPU redirect peer-to-peer traffic: {ports}",

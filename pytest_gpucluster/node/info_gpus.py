@@ -99,12 +99,6 @@ def read_gpus(child: Output, find_process: Callable[[int], Process] = find_proce
     return result
 
 
-def write_line(line: dict[str, Any]) -> None:
-    """Write one line at once, since the next query may hang."""
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
 SELF, UNKNOWN = "X", "?"
 LEGEND: Mapping[str, str] = {
     SELF: "itself",
@@ -189,4 +183,5 @@ def _path(tree: Tree, pci: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    query_gpus(open_nvml, write_line)
+    # Each line at once, since the next query may hang.
+    query_gpus(open_nvml, lambda line: print(json.dumps(line), flush=True))

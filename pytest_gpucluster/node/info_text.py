@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node.info_gpus import LEGEND
 from pytest_gpucluster.node.pci import PeerMemory
 from pytest_gpucluster.text import (
@@ -113,10 +114,10 @@ def _grouped(items: Mapping[str, Info], *left_out: str) -> Iterator[Item]:
     """Yield each value of several items by its key, equal ones once; others with the names of their items."""
     for key in next(iter(items.values()), {}):
         if key not in ("not_available", *left_out):
-            groups: dict[str, list[str]] = {}
-            for name, values in items.items():
-                text = values.get("not_available", {}).get(key) or value_text(key, values[key])
-                groups.setdefault(text, []).append(name)
+            groups = grouped(
+                (values.get("not_available", {}).get(key) or value_text(key, values[key]), name)
+                for name, values in items.items()
+            )
             several = (f"{text} ({', '.join(names)})" for text, names in groups.items())
             yield _label(key), "; ".join(groups if len(groups) == 1 else several)
 

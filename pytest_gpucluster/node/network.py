@@ -21,6 +21,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics.sampling import Series
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node.interfaces import Board, Chosen, Nodes
 from pytest_gpucluster.text import some_of
 
@@ -317,10 +318,7 @@ def connect_all(
 
 def _report(nodes: Nodes, results: Mapping[int, float | str]) -> dict[str, Any]:
     """Return a node's results in a short form, which every other node reads."""
-    failed: dict[str, list[int]] = {}
-    for node, result in results.items():
-        if isinstance(result, str):
-            failed.setdefault(result, []).append(node)
+    failed = grouped((result, node) for node, result in results.items() if isinstance(result, str))
     worked = [result for result in results.values() if not isinstance(result, str)]
     left_out = [node for node in nodes.hosts if node not in results]
     return {"slowest": max(worked, default=None), "failed": failed, "left_out": left_out}

@@ -1,4 +1,4 @@
-"""Processes of a node by pid, stale ones on its GPUs, and programs that only print.
+"""Processes of a node by pid, and programs that only print.
 
 A process is described for an operator who has to find and kill it; a scheduler's epilog should do that. A program has a
 deadline: a tool of a broken driver or scheduler may never end.
@@ -12,10 +12,9 @@ import pwd
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster.metrics.finding import Finding, finding
 from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import first_line
 
@@ -58,33 +57,6 @@ def find_process(pid: int, tree: Tree | None = None) -> Process:
     command = " ".join((command or "").split())
     more = "..." if len(command) > _LONGEST_COMMAND else ""
     return Process(pid=pid, user=user, command=command[:_LONGEST_COMMAND] + more)
-
-
-def stale_process_findings(
-    host: str,
-    on_gpus: Mapping[int, int | None],
-    *,
-    own: Collection[int],
-    find_process: Callable[[int], Process],
-) -> Iterator[Finding]:
-    """Yield findings on processes on this node's GPUs that are not this job's.
-
-    ``on_gpus``: pid -> bytes of GPU memory by NVML, None where unknown; ``own``: the pids of this job's ranks.
-    """
-    for pid, used in on_gpus.items():
-        if pid in own:
-            continue
-        process = find_process(pid)
-        size = "an unknown amount" if used is None else f"{used / 1e9:.4g} GB"
-        # In a container NVML may report the host's pids, also for this job's own ranks.
-        yield finding(
-            "environment" if process.known else "note",
-            "leftovers.process",
-            host,
-            f"{process} uses {size} of GPU memory",
-            allowed="this job's ranks only",
-            remedy="kill it, and let the epilog kill processes of ended jobs",
-        )
 
 
 ANSWER_SECONDS = 5.0

@@ -18,7 +18,6 @@ from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.launch.launchers import in_step
 from pytest_gpucluster.metrics.finding import Finding, Kind, environment, finding, note
-from pytest_gpucluster.node import processes
 from pytest_gpucluster.node.health.snapshot import Sources
 from pytest_gpucluster.node.host import Cgroup, NodeSnapshot, collect_node
 from pytest_gpucluster.node.interfaces import Board, Nodes
@@ -450,16 +449,28 @@ def examine_allocation(
     return findings
 
 
-def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -> list[Finding]:
-    """Return findings on the processes on the GPUs of this node's ranks."""
+def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -> Iterator[Finding]:
+    """Yield findings on the processes on the GPUs of this node's ranks that are not this job's."""
     on_gpus: dict[int, int | None] = {}
-    findings = []
     for who in here:
         try:
             on_gpus |= dict(sources.nvml.read(str(who["gpu"]["uuid"]), "processes"))
         except NotAvailable as error:
             found = f"the processes on GPU {who['gpu']['index']} are unknown: {error}"
             allowed, remedy = "NVML lists the processes of a GPU", "look with `nvidia-smi` on this host"
-            findings.append(environment("leftovers.process", host, found, allowed=allowed, remedy=remedy))
+            yield environment("leftovers.process", host, found, allowed=allowed, remedy=remedy)
     own = {int(who["pid"]) for who in here}
-    return [*findings, *processes.stale_process_findings(host, on_gpus, own=own, find_process=sources.find_process)]
+    for pid, used in on_gpus.items():
+        if pid in own:
+            continue
+        process = sources.find_process(pid)
+        size = "an unknown amount" if used is None else f"{used / 1e9:.4g} GB"
+        # In a container NVML may report the host's pids, also for this job's own ranks.
+        yield finding(
+            "environment" if process.known else "note",
+            "leftovers.process",
+            host,
+            f"{process} uses {size} of GPU memory",
+            allowed="this job's ranks only",
+            remedy="kill it, and let the epilog kill processes of ended jobs",
+        )

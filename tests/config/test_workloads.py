@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.config.criteria import gpu
-from pytest_gpucluster.config.workload import SECTIONS, WorkloadRecord, build
+from pytest_gpucluster.config.workload import SECTIONS, Workload, WorkloadRecord, build
 from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.metrics.codec import read
 
@@ -30,12 +30,13 @@ RECORD = WorkloadRecord(
 
 def test_the_values_of_the_keys_become_a_workload():
     workload = build("cpu", VALUES)
-    assert workload == dataclasses.replace(
-        SHIPPED,
-        matmul=gpu.Matmul(sizes=(128, 384), sampling=dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)),
-        health=dataclasses.replace(SHIPPED.health, mig="on"),
-        training=dataclasses.replace(SHIPPED.training, layers=3),
-    )
+    sampling = dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)
+    changes = {
+        "matmul": gpu.Matmul(sizes=(128, 384), sampling=sampling),
+        "health": dataclasses.replace(SHIPPED.health, mig="on"),
+        "training": dataclasses.replace(SHIPPED.training, layers=3),
+    }
+    assert workload == Workload(**{**vars(SHIPPED), **changes})
     with pytest.raises(ValueError, match="window_seconds"):
         build("cpu", VALUES | {"hbm.window": 99.0})
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, exclude_text, excluded_hosts, hosts_to_exclude
+from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, exclude_text, excluded_hosts
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 
 
@@ -57,8 +57,8 @@ def test_of_a_bad_link_one_end_is_left_out():
 
 def test_gpus_of_a_node_are_its_host():
     gpus = found(unit(3), unit(5))
-    assert hosts_to_exclude(gpus, host=lambda unit: "gpu-06") == ("gpu-06",)
     text = exclude_text(gpus, host=lambda unit: "gpu-06", name=lambda unit: f"GPU {unit} of gpu-06")
+    assert excluded_hosts(text) == ("gpu-06",)
     assert "# GPU 3 of gpu-06: failed" in text
     assert sections(text)["[slurm]"] == ["gpu-06"]
 
@@ -93,8 +93,8 @@ def test_the_page_shows_a_list_as_it_is_written():
 
 
 def test_the_hosts_of_a_list_can_be_read_again():
-    some = found(unit(3), unit(7), LINK)
-    assert excluded_hosts(exclude_text(some, host=host)) == hosts_to_exclude(some, host=host)
+    text = exclude_text(found(unit(7), unit(3), LINK), host=host)
+    assert excluded_hosts(text) == ("gpu-003", "gpu-004", "gpu-007")
 
 
 @pytest.mark.parametrize("text", ["", "[slurm]", "[kubernetes]\ngpu-1\n", "# [slurm]\ngpu-1\n"])

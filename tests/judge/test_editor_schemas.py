@@ -1,4 +1,4 @@
-"""The JSON Schemas for editors: they take what the loaders take, and mark unknown keys and wrong units."""
+"""The JSON Schema for editors: it takes what the loader takes, and marks unknown keys and wrong units."""
 
 import json
 import re
@@ -11,10 +11,7 @@ from each import of_each
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_thresholds import OK, entry
-from workload_files import COMPLETE, SHIPPED
 
-from pytest_gpucluster.config import workload_loader
-from pytest_gpucluster.config.workload import KEYS
 from pytest_gpucluster.errors import UnitError
 from pytest_gpucluster.judge import editor_schemas, loader
 from pytest_gpucluster.metrics import measurement, units
@@ -24,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 # Made before any test runs: other tests add metrics of their own.
 PAGES = runpy.run_path(str(ROOT / "docs" / "generate.py"), run_name="generate")["schemas"]()
-SCHEMAS = {"limits": editor_schemas.limits_schema(), "workloads": editor_schemas.workloads_schema()}
-FILES = {"limits": loader.shipped_path(), "workloads": SHIPPED}
+SCHEMA = editor_schemas.limits_schema()
 
 
 class EditorLoader(yaml.SafeLoader):
@@ -38,8 +34,8 @@ EditorLoader.yaml_implicit_resolvers = {
 }
 
 
-def complaints(kind, text):
-    errors = jsonschema.Draft7Validator(SCHEMAS[kind]).iter_errors(yaml.load(text, EditorLoader))
+def complaints(text):
+    errors = jsonschema.Draft7Validator(SCHEMA).iter_errors(yaml.load(text, EditorLoader))
     return [f"{error.json_path}: {error.message}" for error in errors]
 
 
@@ -50,12 +46,11 @@ def test_the_schema_in_docs_is_one_that_editors_understand(path):
     assert re.findall(r'"pattern": "[^"]*(?:\(\?(?![:=!])|\\\\[AZz]|\(\?P)', PAGES[path]) == []
 
 
-@of_each("kind", list(SCHEMAS))
-def test_the_shipped_file_names_its_schema_and_keeps_it(kind):
-    text = FILES[kind].read_text(encoding="utf-8")
+def test_the_shipped_file_names_its_schema_and_keeps_it():
+    text = loader.shipped_path().read_text(encoding="utf-8")
     found = re.match(r"# yaml-language-server: \$schema=(.+)\n", text)
-    assert (FILES[kind].parent / found[1]).resolve() in PAGES
-    assert complaints(kind, text) == []
+    assert (loader.shipped_path().parent / found[1]).resolve() in PAGES
+    assert complaints(text) == []
 
 
 VALID = {
@@ -72,10 +67,6 @@ VALID = {
     "sources that yaml takes for something else": entry("{min: 700 TFLOPS, source: 2024-01-01}"),
     "a quoted version": entry("{" + OK + "}").replace(": 1", ": '1'", 1),
     "a new sku": "schema_version: 1\nskus: {H300: {nvml_name: [NVIDIA H300, 'NVIDIA H300 \\d+GB']}}\n",
-    "complete workloads": COMPLETE,
-    "inherited": COMPLETE + "  full: {inherits: cpu, nccl: {all_reduce: {sizes: [1 GB, 8 GiB]}}}\n",
-    "quoted": COMPLETE.replace("off", '"off"').replace("[128, 256]", '["128", "256"]').replace(": 1\n", ": '1'\n", 1),
-    "a number for a list": COMPLETE.replace("[128, 256]", "128"),
 }
 
 
@@ -83,12 +74,8 @@ VALID = {
 def test_what_the_loader_takes_the_schema_takes(text, tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text(text, encoding="utf-8")
-    kind = "workloads" if "profiles:" in text else "limits"
-    if kind == "limits":
-        loader.load(path)
-    else:
-        workload_loader.load(path, profile="cpu")
-    assert complaints(kind, text) == []
+    loader.load(path)
+    assert complaints(text) == []
 
 
 def test_the_examples_for_operators_are_taken_by_both(tmp_path):
@@ -102,7 +89,7 @@ def test_the_examples_for_operators_are_taken_by_both(tmp_path):
     for example in examples:
         (tmp_path / "my.yaml").write_text(example, encoding="utf-8")
         loader.load(tmp_path / "my.yaml")
-        assert complaints("limits", example) == []
+        assert complaints(example) == []
 
 
 WRONG = {
@@ -115,17 +102,12 @@ WRONG = {
     "a misspelt unit": entry("{min: 400 gb/s, source: us}", metric="nccl.all_reduce.busbw"),
     "no unit": entry("{min: 700, source: us}"),
     "another version": entry("{" + OK + "}").replace(": 1", ": 2", 1),
-    "an unknown section": COMPLETE.replace("    matmul:", "    matmlu:"),
-    "an unknown key of a section": COMPLETE.replace("{sizes: 8 MiB,", "{size: 8 MiB,"),
-    "an unknown profile": COMPLETE.replace("  cpu:", "  cpus:"),
-    "a time in bytes": COMPLETE.replace("load: 50 ms", "load: 50 MB"),
-    "an unknown word": COMPLETE.replace("mig: off", "mig: of"),
 }
 
 
 @of_each("text", list(WRONG.values()))
 def test_an_unknown_key_and_a_wrong_unit_are_marked(text):
-    assert complaints("workloads" if "profiles:" in text else "limits", text) != []
+    assert complaints(text) != []
 
 
 @given(st.text(alphabet="0123456789.eE+- \tTGBFLOPSs/%x", max_size=12))
@@ -140,13 +122,8 @@ def test_the_pattern_of_a_quantity_takes_what_units_take(text):
     assert bool(re.search(editor_schemas.quantity("TFLOPS")["pattern"], text)) == understood
 
 
-def test_every_metric_and_every_key_has_a_place_with_what_it_is():
-    made = SCHEMAS["limits"]["definitions"]["limits"]["properties"]
+def test_every_metric_has_a_place_with_what_it_is():
+    made = SCHEMA["definitions"]["limits"]["properties"]
     assert {name: schema["description"].startswith(measurement.METRICS[name].doc) for name, schema in made.items()} == (
         dict.fromkeys(measurement.METRICS, True)
     )
-    for key, spec in KEYS.items():
-        at = SCHEMAS["workloads"]["properties"]["profiles"]["properties"]["full"]
-        for part in key.split("."):
-            at = at["properties"][part]
-        assert at["description"] == f"{spec.doc}: {spec.allowed}"

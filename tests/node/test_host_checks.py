@@ -16,10 +16,8 @@ from pytest_gpucluster.metrics.finding import Identity, require_nothing
 from pytest_gpucluster.node import host_checks
 from pytest_gpucluster.node.host import GpuPath
 from pytest_gpucluster.node.host_checks import (
-    ANY,
     BINDING,
     Place,
-    Wanted,
     examine_affinity,
     examine_host,
     own_place,
@@ -29,6 +27,8 @@ from pytest_gpucluster.node.host_checks import (
 from pytest_gpucluster.node.pci import PciPath
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 
+USUAL = {"governor": "performance", "numa_balancing": "any", "iommu": "passthrough", "acs": "off"}
+ANY = "any"
 SMALL = {"/sys/devices/system/node/online": "0\n"}
 
 
@@ -42,18 +42,18 @@ def with_gpus(found, *gpus):
 
 
 def found(host, code, wanted=None):
-    return [finding for finding in examine_host(host, wanted or Wanted()) if finding.code == code]
+    return [finding for finding in examine_host(host, wanted or USUAL) if finding.code == code]
 
 
 def test_a_healthy_host_has_no_findings(tmp_path):
     host = with_gpus(facts(tmp_path), gpu(iommu="identity"))
-    assert examine_host(host, Wanted()) == []
+    assert examine_host(host, USUAL) == []
 
 
 @pytest.mark.parametrize("wanted", ["performance", ANY])
 def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path, wanted):
     files = {"/sys/devices/system/cpu/cpu127/cpufreq/scaling_governor": "powersave\n"}
-    [finding] = found(facts(tmp_path, files), "governor", replace(Wanted(), governor=wanted))
+    [finding] = found(facts(tmp_path, files), "governor", {**USUAL, "governor": wanted})
     assert in_order(finding.found, "powersave CPUs 127")
     assert "cpupower frequency-set -g performance" in finding.remedy
     assert finding.kind == ("note" if wanted == ANY else "environment")
@@ -93,11 +93,11 @@ def test_a_machine_without_governors_is_a_note(tmp_path):
 def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path):
     on = {"/proc/sys/kernel/numa_balancing": "1\n"}
     for wanted, kind in ((ANY, "note"), ("off", "environment")):
-        [finding] = found(facts(tmp_path / wanted, on), "numa_balancing", replace(Wanted(), numa_balancing=wanted))
+        [finding] = found(facts(tmp_path / wanted, on), "numa_balancing", {**USUAL, "numa_balancing": wanted})
         assert finding.kind == kind
         assert "kernel.numa_balancing=1" in finding.found
     one = facts(tmp_path / "one node", {**on, **SMALL})
-    assert found(one, "numa_balancing", replace(Wanted(), numa_balancing="off")) == [], "it moves nothing"
+    assert found(one, "numa_balancing", {**USUAL, "numa_balancing": "off"}) == [], "it moves nothing"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path):
 )
 def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path, machine, wanted, kind):
     host = replace(with_gpus(facts(tmp_path), gpu(3, iommu="DMA-FQ")), machine=machine)
-    [finding] = found(host, "iommu", replace(Wanted(), iommu=wanted))
+    [finding] = found(host, "iommu", {**USUAL, "iommu": wanted})
     assert (finding.kind, finding.gpu.index, "DMA-FQ" in finding.found) == (kind, 3, True)
     assert "iommu=pt" in finding.remedy
 
@@ -115,7 +115,7 @@ def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path, machine, wante
 def test_switch_ports_that_redirect_are_named_with_the_gpu(tmp_path, wanted, kind):
     redirecting = (("0000:3a:04.0", ("request redirect",)),)
     host = with_gpus(facts(tmp_path), gpu(), gpu(1, redirecting=redirecting))
-    [finding] = found(host, "acs", replace(Wanted(), acs=wanted))
+    [finding] = found(host, "acs", {**USUAL, "acs": wanted})
     assert (finding.kind, finding.gpu.index) == (kind, 1)
     assert "0000:3a:04.0 (request redirect)" in finding.found
     assert "ECAP_ACS+0x6.w=0000" in finding.remedy
@@ -141,7 +141,7 @@ def test_a_dev_shm_on_disk_is_named(tmp_path, mounts, words):
 
 def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path):
     files = {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n", "/proc/self/mountinfo": ""}
-    findings = examine_host(with_gpus(facts(tmp_path, files), gpu(iommu="DMA")), Wanted())
+    findings = examine_host(with_gpus(facts(tmp_path, files), gpu(iommu="DMA")), USUAL)
     with pytest.raises(EnvironmentBroken) as caught:
         require_nothing(findings)
     first, *lines = str(caught.value).splitlines()

@@ -1,4 +1,4 @@
-"""Processes by their pids, programs with a deadline, and what others run on the GPUs."""
+"""Processes by their pids, and programs with a deadline."""
 
 import os
 import pwd
@@ -12,7 +12,6 @@ from pytest_gpucluster.node.processes import (
     Process,
     find_process,
     run_program,
-    stale_process_findings,
 )
 from pytest_gpucluster.node.sysfs import Tree
 
@@ -62,13 +61,3 @@ def test_a_program_that_hangs_is_killed_and_its_output_is_kept():
     assert " 2 s" in answer.why_not
     with pytest.raises(ProcessLookupError):
         os.kill(int(answer.text), 0)
-
-
-def test_processes_of_others_on_the_gpus_are_errors_and_this_job_s_are_not():
-    people = {7: Process(pid=7, user="ann", command="python train.py"), 8: Process(pid=8, known=False)}
-    found = list(
-        stale_process_findings("node-a", {5: 100, 7: 2 * 10**9, 8: None}, own={5}, find_process=people.__getitem__)
-    )
-    assert [one.kind for one in found] == ["environment", "note"]
-    assert found[0].found == "pid 7 of user ann (python train.py) uses 2 GB of GPU memory"
-    assert in_order(found[1].found, "pid 8, unknown amount")

@@ -409,3 +409,13 @@ def test_a_rank_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(scheduler, "_WITHIN_SECONDS", 0.05)
     with pytest.raises(EnvironmentBroken, match="node-a: rank 1 "):
         examined(None, silent=True)
+
+
+def test_processes_of_others_on_the_gpus_are_errors_and_this_job_s_are_not():
+    people = {7: Process(pid=7, user="ann", command="python train.py"), 8: Process(pid=8, known=False)}
+    nvml = SimpleNamespace(read=lambda uuid, query: ((5, 100), (7, 2 * 10**9), (8, None)))
+    sources = SimpleNamespace(nvml=nvml, find_process=people.__getitem__)
+    found = list(scheduler._processes("node-a", [{"pid": 5, "gpu": {"uuid": "GPU-1", "index": 0}}], sources))
+    assert [one.kind for one in found] == ["environment", "note"]
+    assert found[0].found == "pid 7 of user ann (python train.py) uses 2 GB of GPU memory"
+    assert in_order(found[1].found, "pid 8, unknown amount")

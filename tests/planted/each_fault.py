@@ -12,6 +12,8 @@ import os
 
 import pytest
 
+from pytest_gpucluster.config.workload import Workload
+
 TOPOLOGY = "{GROUP_WORLD_SIZE}x{LOCAL_WORLD_SIZE}".format_map(os.environ)
 
 
@@ -58,7 +60,7 @@ def changed(workload, fault, request):
     """The workload of the session, with what the fault needs otherwise: section -> key -> value."""
     changes = getattr(planted_for(request.module), "WORKLOADS", {}).get(fault, {})
     sections = {name: dataclasses.replace(getattr(workload, name), **keys) for name, keys in changes.items()}
-    return dataclasses.replace(workload, **sections)
+    return Workload(**{**vars(workload), **sections})
 
 
 # Of tests whose workload is their conftest's own no file is read.

@@ -13,6 +13,7 @@ from pytest_gpucluster.simulation import node
 from pytest_gpucluster.simulation.nvml import gpus_of
 
 INPUTS = {"values": {}, "problems": []}
+USUAL = {"governor": "performance", "numa_balancing": "any", "iommu": "passthrough", "acs": "off"}
 WORK_SECONDS = 700
 """Longer than a hot GPU works at its full rate."""
 
@@ -99,7 +100,7 @@ class Examined:
     def _examine_host(self, name):
         me = next(who for who in self.inventory if who["host"] == name)
         facts = host.collect_node(self.inventory, rank=me["rank"])
-        self._add(host_checks.examine_host(facts, host_checks.Wanted()))
+        self._add(host_checks.examine_host(facts, USUAL))
         self.readings = {reading.metric: reading.value for reading in host_checks.readings(facts)}
         for who in self.inventory:
             if who["host"] == name:

@@ -88,10 +88,8 @@ class TrainingThroughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp(Decoder):
+class Fsdp(Training):
     """Training a decoder that is sharded over all ranks, to see that it is right; checkpoints are of the same."""
-
-    steps: int = value("steps that are compared one by one", Whole(2, 1000))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.device.environment import NO_CACHE, NVLS, NVLS_OFF_BY_SUITE
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node.fabric import nccl_log
 
 ENVIRONMENT = "environment"
@@ -61,10 +62,11 @@ def read_environment(
     files = [Path(named)] if named else [user / USER_FILE] if user is not None else []
     lines = [(name, value, ENVIRONMENT) for name, value in environ.items()]
     lines += [(name, value, str(file)) for file in (*files, system_file) for name, value in _lines(file)]
-    found: dict[str, list[tuple[str, str]]] = {}
-    for name, value, origin in lines:
-        if (name.startswith(PREFIXES) or name in ALSO) and name not in own:
-            found.setdefault(name, []).append((value, origin))
+    found = grouped(
+        (name, (value, origin))
+        for name, value, origin in lines
+        if (name.startswith(PREFIXES) or name in ALSO) and name not in own
+    )
     return tuple(
         Setting(
             name=name,

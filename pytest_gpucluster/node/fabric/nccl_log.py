@@ -24,12 +24,14 @@ import contextlib
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.device.environment import PRIVATE_LOG, SUBSYSTEMS
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.text import rank_ranges
 
 # ---- why something is not used
@@ -117,11 +119,7 @@ def find_reasons(lines: Iterable[str]) -> Iterator[Reason]:
 
 def describe_reasons(of_rank: Sequence[Sequence[Reason]], about: str) -> str:
     """Return the reasons of all ranks about one thing as a text, and the ranks where it is not all of them."""
-    ranks: dict[Reason, list[int]] = {}
-    for rank, some in enumerate(of_rank):
-        for reason in some:
-            if reason.about == about:
-                ranks.setdefault(reason, []).append(rank)
+    ranks = grouped((reason, rank) for rank, some in enumerate(of_rank) for reason in some if reason.about == about)
     return "; ".join(
         reason.text + ("" if len(ranks[reason]) == len(of_rank) else f" ({rank_ranges(ranks[reason])})")
         for reason in sorted(ranks, key=lambda reason: reason.rank)
@@ -267,20 +265,18 @@ class GroupTransport:
     def properties(self, collective: str = "all_reduce") -> dict[str, str]:
         """Return the properties to record with the measurements. The algorithms are those of a collective."""
         found = {"transport": self.transport or f"unknown: {self.unknown}", "why": self.why}
-        connections: dict[str, int] = {}
+        connections: Counter[str] = Counter()
         algorithms: dict[int, dict[str, None]] = {}
         for one in self.choices:
-            for kind, count in one.connections.items():
-                connections[kind] = connections.get(kind, 0) + count
+            connections.update(one.connections)
             for size, names in one.algorithms.get(_LOG_NAMES.get(collective, ""), {}).items():
                 algorithms.setdefault(size, {}).update(dict.fromkeys(names))
         found["connections"] = ", ".join(f"{count} {kind}" for kind, count in sorted(connections.items()))
         found["algorithms"] = "; ".join(f"{size} B: {' and '.join(algorithms[size])}" for size in sorted(algorithms))
-        found["nvls"] = " and ".join(sorted({one.nvls for one in self.choices if one.nvls}))
         if self._over_cards:
             found["nics"] = "unknown" if self.nics is None else str(self.nics)
-        found["network"] = " and ".join(sorted({one.network for one in self.choices if one.network}))
-        found["version"] = " and ".join(sorted({one.version for one in self.choices if one.version}))
+        for name in ("nvls", "network", "version"):
+            found[name] = " and ".join(sorted({getattr(one, name) for one in self.choices} - {""}))
         if self.choices and not algorithms and self.transport not in ("gloo", "none"):
             point_to_point = collective in _POINT_TO_POINT
             found["algorithms"] = "none: single sends and receives" if point_to_point else "unknown: not in NCCL's log"
@@ -293,7 +289,7 @@ def choice(lines: Iterable[str]) -> Choice:
     >>> choice(["a:1:2 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA"]).transports
     ('NET/IB',)
     """
-    connections: dict[str, int] = {}
+    connections: Counter[str] = Counter()
     algorithms: dict[str, dict[int, dict[str, None]]] = {}
     nvls = network = version = ""
     ranks: dict[int, None] = {}
@@ -307,7 +303,7 @@ def choice(lines: Iterable[str]) -> Choice:
             seen.add(content)
         if hop := _HOP.search(line) or _COLLNET_HOP.search(line):
             kind = _kind(hop["via"].strip())
-            connections[kind] = connections.get(kind, 0) + 1
+            connections[kind] += 1
         elif chosen := _CHOSEN.search(line):
             of_collective = algorithms.setdefault(chosen["collective"], {})
             of_collective.setdefault(int(chosen["size"]), {})[_algorithm(chosen)] = None

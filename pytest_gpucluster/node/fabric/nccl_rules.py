@@ -71,10 +71,6 @@ def _always(value: str, facts: Facts) -> Kind | None:
     return "note"
 
 
-def _never(value: str, facts: Facts) -> Kind | None:
-    return None
-
-
 def _on(where: Callable[[Facts], bool] = lambda facts: True) -> Judge:
     """A flag that is on: an error where it matters, a note elsewhere."""
     return lambda value, facts: None if number(value) == 0 else "environment" if where(facts) else "note"
@@ -282,25 +278,6 @@ RULES: Mapping[str, Rule] = {
         "selects the interface of NCCL's own connections, and of all data where TCP carries them. Helps where hosts "
         "have several networks",
         remedy="unset it, or name an interface of this node that reaches the others (`ip -br addr`)",
-    ),
-    "NCCL_SOCKET_NTHREADS": Rule(
-        _never,
-        "threads of each connection over TCP, 1 to 16; 4 help from 100 Gb/s on, and take CPUs. Does nothing where RDMA "
-        "carries the data",
-    ),
-    "NCCL_NSOCKS_PERTHREAD": Rule(
-        _never, "sockets of each of these threads; 4 help from 100 Gb/s on. Threads times sockets are 64 at most"
-    ),
-    "NCCL_IB_TC": Rule(
-        _never,
-        "the traffic class of RoCE's packets; belongs to the switches' configuration, and is lossy or slow where it "
-        "differs from theirs",
-    ),
-    "NCCL_IB_SL": Rule(_never, "the service level on InfiniBand; belongs to the subnet manager's configuration"),
-    "NCCL_CROSS_NIC": Rule(
-        _never,
-        "0 keeps to rails and belongs to fabrics that are built of rails; 1 belongs to those where all cards of a node "
-        "are on one switch",
     ),
     "NCCL_PXN_DISABLE": Rule(
         _on(_has_fabric_and_nvlink),

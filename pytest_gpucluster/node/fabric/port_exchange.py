@@ -13,6 +13,7 @@ from typing import Any
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.finding import Finding, environment, finding, note
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node.fabric.nccl_environment import Setting, effective
 from pytest_gpucluster.node.fabric.nccl_rules import number
 from pytest_gpucluster.node.fabric.ports import FabricSources, NodePorts, examine_ports, read_ports
@@ -131,9 +132,7 @@ class SettingsReport:
 
     def distinct(self) -> list[dict[str, Any]]:
         """Return each different set of variables with its ranks, in plain types."""
-        groups: dict[tuple[Setting, ...], list[int]] = {}
-        for rank, settings in self.of_rank.items():
-            groups.setdefault(settings, []).append(rank)
+        groups = grouped((settings, rank) for rank, settings in self.of_rank.items())
         return [{"ranks": ranks, "settings": [asdict(one) for one in some]} for some, ranks in groups.items()]
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pytest_gpucluster.judge.limits import Thresholds
 from pytest_gpucluster.metrics.finding import Finding, Kind, finding
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node import infiniband, pci
 from pytest_gpucluster.node.fabric import nccl_environment
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
@@ -183,10 +184,11 @@ def network_cards(sources: FabricSources | None = None) -> int | None:
             return bool(of_layer) or not device.ports  # a card without ports is broken, and still counts
         return any(port.is_active and port.rate_gbps == fastest.rate_gbps for port in of_layer)
 
-    alike: dict[tuple[str, str], list[Device]] = {}
-    for device in adapters.devices:
-        for layer in {port.link_layer for port in device.ports} or {""}:
-            alike.setdefault((device.kind, layer), []).append(device)
+    alike = grouped(
+        ((device.kind, layer), device)
+        for device in adapters.devices
+        for layer in {port.link_layer for port in device.ports} or {""}
+    )
     return max(_cards(filter(is_meant, adapters.devices)), *map(_cards, alike.values()))
 
 
@@ -315,19 +317,16 @@ def shared_rails(faults: Iterable[tuple[str, str]], leaves: Mapping[str, str]) -
 
     ``faults`` are node and port of each, ``leaves`` the leaf switch of every node of the run; "" where it is unknown.
     """
-    rails: dict[str, dict[str, None]] = {}
-    switches: dict[str, dict[str, None]] = {}
-    for host, rail in faults:
-        rails.setdefault(rail, {})[host] = None
-        if leaves[host]:
-            switches.setdefault(leaves[host], {})[host] = None
+    each = dict.fromkeys(faults)
+    rails = grouped((rail, host) for host, rail in each)
+    switches = grouped((leaves[host], host) for host in dict.fromkeys(host for host, _ in each) if leaves[host])
     sizes = Counter(leaves.values())
     lines = []
     for what, groups in (("rail", rails), ("leaf switch", switches)):
         for name, hosts in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
             if len(hosts) > 1:
                 count = len(leaves) if what == "rail" else sizes[name]
-                listed = some_of([*hosts], _MAX_HOSTS)
+                listed = some_of(hosts, _MAX_HOSTS)
                 lines.append(f"{what} {name}: faults on {len(hosts)} of its {count} nodes ({listed})")
     return lines
 
@@ -410,9 +409,7 @@ def _compare_values(nodes: Mapping[int, NodePorts], report: Findings) -> None:
             for node, text in _deviants(values, "nodes"):
                 report.add(node, code, f"{what} of port {rail}: {text}", rail=rail)
     for board, versions in firmware.items():
-        devices_of: dict[tuple[int, str], list[str]] = {}
-        for (node, name), text in _deviants(versions, "cards"):
-            devices_of.setdefault((node, text), []).append(name)
+        devices_of = grouped(((node, text), name) for (node, name), text in _deviants(versions, "cards"))
         for (node, text), devices in devices_of.items():
             report.add(node, "firmware", f"firmware of {board} on {', '.join(devices)}: {text}")
     ways = {node: str(one.peer_memory) for node, one in nodes.items() if one.used and one.peer_memory.is_reachable}

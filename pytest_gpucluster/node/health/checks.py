@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from pytest_gpucluster.judge.misses import SLOWDOWNS
 from pytest_gpucluster.metrics.datasheets import ANY_GPU
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind, finding
 from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, HealthSnapshot
@@ -244,25 +245,19 @@ def check_ecc(snapshot: HealthSnapshot) -> Iterator[Finding]:
         yield _finding(snapshot, "rows_remapped", f"{remapped} rows of memory are remapped")
 
 
-BAD_REASONS = {
-    "hw_slowdown": "hardware slowdown",
-    "hw_thermal": "hardware thermal slowdown",
-    "sw_thermal": "software thermal slowdown",
-    "hw_power_brake": "power brake by the power supply",
-}
-"""Throttle reasons of a GPU that is too hot or short of power. A healthy one at its power limit shows sw_power_cap."""
 _EXPECTED = {"sw_power_cap", "gpu_idle"}
+"""Throttle reasons of a healthy GPU, at its power limit and between two kernels."""
 
 
 def check_thermal(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Check the throttle reasons under load, and the temperature against the card's own slowdown limit."""
     seen = {reason for reasons in snapshot.loaded("throttle.reasons") for reason in reasons}
     hottest = max(snapshot.loaded("temperature.gpu"), default=None)
-    bad = [f"{words} ({name})" for name, words in BAD_REASONS.items() if name in seen]
+    bad = [f"{words} ({name})" for name, words in SLOWDOWNS.items() if name in seen]
     if bad:
         at = "" if hottest is None else f", at up to {hottest} degC"
         yield _finding(snapshot, "throttle", f"clocks held down under load by: {', '.join(bad)}{at}")
-    if others := sorted(seen - set(BAD_REASONS) - _EXPECTED):
+    if others := sorted(seen - set(SLOWDOWNS) - _EXPECTED):
         yield _finding(snapshot, "clocks_held", f"clocks held down under load by: {', '.join(others)}")
     limit = snapshot.before.get("temperature.slowdown")
     margin = min(snapshot.loaded("temperature.margin"), default=None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster.errors import HardwareFault
@@ -57,10 +57,6 @@ class Sources:
     def has_gpu(self) -> bool:
         """Whether this rank has a GPU; a rehearsal on cpu has none."""
         return self.gpu.uuid is not None
-
-    def without_ports(self) -> Sources:
-        """Return the same without the node's ports and NVSwitches, which another rank reads."""
-        return replace(self, adapters=Adapters, of_switches=False)
 
     @classmethod
     def of(cls, inventory: Sequence[Mapping[str, Any]], *, rank: int, **others: Any) -> Sources:

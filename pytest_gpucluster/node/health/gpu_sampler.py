@@ -145,12 +145,8 @@ class Pace:
         self.is_closed = False
         self._interval_seconds = interval_seconds
         self._samplers: list[GpuSampler] = []
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread was started."""
-        return self._thread is not None
+        self.thread: threading.Thread | None = None
+        """None before it is started."""
 
     def is_stuck(self) -> bool:
         """Whether a query has been running for longer than closing a window waits."""
@@ -164,10 +160,10 @@ class Pace:
         """
         if sampler not in self._samplers:
             self._samplers.append(sampler)
-        if self._thread is None:
+        if self.thread is None:
             thread = threading.Thread(target=self._run, name="gpucluster-telemetry", daemon=True)
             thread.start()
-            self._thread = thread
+            self.thread = thread
         self.condition.notify_all()
 
     def close(self) -> None:
@@ -175,7 +171,7 @@ class Pace:
         with self.condition:
             self.is_closed = True
             self.condition.notify_all()
-            thread = self._thread
+            thread = self.thread
         if thread is not None:
             thread.join(self.close_seconds)
 
@@ -257,7 +253,7 @@ class GpuSampler:
             if window not in self.windows:
                 return
             is_late = False
-            if window.passes == 0 and self._pace.is_running and self._wanted() and not self._pace.is_stuck():
+            if window.passes == 0 and self._pace.thread is not None and self._wanted() and not self._pace.is_stuck():
                 self.is_urgent = True
                 self._condition.notify_all()
                 is_late = not self._condition.wait_for(lambda: window.passes > 0, self._pace.close_seconds)

@@ -20,6 +20,7 @@ from pytest_gpucluster.node import nvml
 from pytest_gpucluster.node.health import counters, telemetry
 from pytest_gpucluster.node.health.counters import QUERIES, Changes, Counters, Sources
 from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS, Link, NodeSampler, Window
+from pytest_gpucluster.node.infiniband import Adapters
 
 READ_SECONDS = 30.0
 """Counters are read within milliseconds; a kernel log by journalctl takes seconds. A read that takes longer hangs."""
@@ -112,7 +113,7 @@ class RankMonitor:
         if self._sources is None and self._place is not None:
             self._sources = sources_of(self._place.node, self._place.rank)
             if not self._place.reads_ports:
-                self._sources = self._sources.without_ports()
+                self._sources = replace(self._sources, adapters=Adapters, of_switches=False)
         return self._sources
 
     def _required(self) -> tuple[str, ...]:

@@ -38,20 +38,16 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Node:
-    """The GPUs that are read here, one sampler each."""
+    """The GPUs that are read here, one sampler each. Where NVML cannot be opened, every window has the reason."""
 
     def __init__(self, open_nvml: Callable[[], Nvml]) -> None:
-        self._open_nvml = open_nvml
         self._lock = threading.Lock()
         self._pace: Pace | None = None
         self._samplers: dict[str, GpuSampler] = {}
         self._nvml: Nvml | None = None
         self._why_not = ""
-
-    def open(self) -> None:
-        """Open NVML. Where that fails, every window has the reason."""
         try:
-            self._nvml = self._open_nvml()
+            self._nvml = open_nvml()
         except EnvironmentBroken as error:
             self._why_not = str(error)
 
@@ -122,9 +118,9 @@ class RankConnection:
         return {"request": message["request"], "summary": window.summary(), **unseen}
 
 
-def serve(listener: socket.socket, node: Node) -> None:
-    """Accept ranks, each served in a thread of its own, for as long as the process lives."""
-    node.open()
+def serve(listener: socket.socket, open_nvml: Callable[[], Nvml]) -> None:
+    """Open NVML, and accept ranks, each served in a thread of its own, for as long as the process lives."""
+    node = Node(open_nvml)
     while True:
         channel, _ = listener.accept()
         _, user, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -153,7 +149,7 @@ def main(open_nvml: Callable[[], Nvml] = open_nvml) -> NoReturn:
     options = parser.parse_args()
     listener = socket.socket(fileno=options.listener)
     # The main thread only waits: NVML may hang in any other one, and the process still ends with its parent.
-    threading.Thread(target=serve, args=(listener, Node(open_nvml)), daemon=True).start()
+    threading.Thread(target=serve, args=(listener, open_nvml), daemon=True).start()
     wait_for_end(options.parent)
     os._exit(0)
 

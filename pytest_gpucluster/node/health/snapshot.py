@@ -14,6 +14,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics.datasheets import Promise, promise_of
 from pytest_gpucluster.metrics.finding import Finding, Identity, identity, require_nothing
 from pytest_gpucluster.metrics.measurement import Value
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.node import kernel_log, pci, processes
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import Nvml, NvmlValues, read_values
@@ -253,9 +254,7 @@ def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
     odd: set[int] = set()
     hosts = {int(who["rank"]): str(who["host"]) for who in inventory}
     for key, words in COMPARED.items():
-        ranks: dict[Any, list[int]] = {}
-        for who in inventory:
-            ranks.setdefault(who["gpu"].get(key), []).append(int(who["rank"]))
+        ranks = grouped((who["gpu"].get(key), int(who["rank"])) for who in inventory)
         missing = ranks.pop(None, [])
         if missing and (ranks or key not in _MAY_BE_UNKNOWN):
             unknown.append(f"{words}: not known of {rank_ranges(missing)}")

@@ -37,6 +37,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -140,22 +141,16 @@ _AGAIN_SECONDS = 0.05
 """The longest wait after a request that was not answered."""
 
 
+@dataclass(frozen=True)
 class NodeSampler:
-    """The sampler process, for the rank that started it."""
+    """The sampler process, for the rank that started it, and the address that ranks of this node connect to."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
-        self._process = process
-        self.address = address
-        """The address that ranks of this node connect to."""
-
-    @property
-    def pid(self) -> int:
-        """The pid of the process."""
-        return self._process.pid
+    process: subprocess.Popen[bytes]
+    address: str
 
     def close(self) -> None:
         """Kill it. It writes no files, so it can be killed at any moment."""
-        kill(self._process)
+        kill(self.process)
 
 
 def start_sampler() -> NodeSampler:

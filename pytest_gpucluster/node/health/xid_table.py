@@ -24,7 +24,6 @@ from pytest_gpucluster.node.kernel_log import Xid
 
 TABLE = Path(__file__).with_name("xid.tsv")
 HARMLESS = frozenset({"none", "restart the application"})
-ACTIONS = HARMLESS | {"drain", "reset the GPU", "reboot the node", "check or replace hardware", "not stated"}
 NVLINK5 = range(144, 151)
 RECOVERY_ACTION = 154
 _THEN = ", then "
@@ -41,7 +40,7 @@ _LINK_EVENTS = frozenset({"NETIR_LINK_EVT", "NETIR_LINK_DOWN"})
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a report means, the action for it (see ``ACTIONS``), and the next step, if known."""
+    """What a report means, the action for it, and the next step, if known. Any action but ``HARMLESS`` rejects."""
 
     meaning: str
     action: str
@@ -81,21 +80,14 @@ def recovery_action(value: int) -> Entry:
 
 @cache
 def table() -> Mapping[str, Entry]:
-    """Return the table: a report without alternatives, such as "79", "144 Fatal" or "154 0x2", -> its entry.
-
-    Raises:
-        ValueError: a line of the file is not valid.
-    """
-    found: dict[str, Entry] = {}
-    for number, line in enumerate(TABLE.read_text(encoding="utf-8").splitlines(), 1):
-        if line.startswith("#"):
-            continue
-        report, action, meaning, following = line.split("\t")
-        for key in _keys(report):
-            if key in found or not ACTIONS.issuperset(action.split(_THEN)):
-                raise ValueError(f"{TABLE.name}:{number}: {key} has {action!r}, and there is {found.get(key)}")
-            found[key] = Entry(meaning=meaning, action=action, next=following)
-    return found
+    """Return the table: a report without alternatives, such as "79", "144 Fatal" or "154 0x2", -> its entry."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    rows = (line.split("\t") for line in lines if not line.startswith("#"))
+    return {
+        key: Entry(meaning=meaning, action=action, next=following)
+        for report, action, meaning, following in rows
+        for key in _keys(report)
+    }
 
 
 def _keys(report: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from planted_clock import CLOCK
 from stamps import stamp
 
 from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.config.workload import Workload
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.isolation import planner
 from pytest_gpucluster.isolation.planner import Planner
@@ -126,7 +127,8 @@ def fault(request, workload):
         PLANTED.append(Fault(text))
     changes = {"untimed": {"budget_seconds": 0.0}, "drop": {"probe_seconds": DROPPED_SECONDS}}.get(PLANTED[-1].kind, {})
     run = request.config.stash[RUN]
-    run.loaded_workload = replace(workload, isolation=replace(workload.isolation, **changes))
+    sections = {**vars(workload), "isolation": replace(workload.isolation, **changes)}
+    run.loaded_workload = Workload(**sections)
     return PLANTED[-1]
 
 

@@ -246,7 +246,8 @@ def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults(
     assert (dict(found.changed), fault.remedy.split(";")[0]) == ({"sxid.20034": 1}, "drain, then reset the GPU")
     # Of local workers one looks at what is the node's.
     logs = (KernelLog(lines=lines, source="dmesg") for lines in (("a",), ("a", SWITCH.format("Fatal"))))
-    assert changes(*(read(sources(kernel_log=lambda log=log: log).without_ports()) for log in logs)).faults == []
+    others = (sources(kernel_log=lambda log=log: log, of_switches=False) for log in logs)
+    assert changes(*map(read, others)).faults == []
 
 
 def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_be_read():

@@ -211,8 +211,8 @@ def test_a_sampler_that_is_killed_leaves_the_summary_of_before(start):
         pass
     before = window.summary()
     with window:
-        os.kill(sampler.pid, signal.SIGKILL)
-        sampler._process.wait(DEADLINE)
+        os.kill(sampler.process.pid, signal.SIGKILL)
+        sampler.process.wait(DEADLINE)
     summary = window.summary()
     assert summary["sm_clock_mhz"] == before["sm_clock_mhz"]
     assert summary["seconds"] >= before["seconds"]
@@ -227,15 +227,15 @@ def test_a_sampler_that_is_stopped_delays_no_caller(start):
     link = patient(sampler)
     with link.window():
         pass
-    os.kill(sampler.pid, signal.SIGSTOP)
+    os.kill(sampler.process.pid, signal.SIGSTOP)
     end = time.monotonic() + DEADLINE
-    while not process_state(sampler.pid).startswith("T"):
+    while not process_state(sampler.process.pid).startswith("T"):
         assert time.monotonic() < end
     link._answer_seconds = 0.01
     with link.window() as window:
         pass
     assert [why.endswith("0.01 s") for why in missing(window.summary())] == [True]
-    os.kill(sampler.pid, signal.SIGCONT)
+    os.kill(sampler.process.pid, signal.SIGCONT)
     link._answer_seconds, link._is_silent = DEADLINE, False
     with link.window() as after:
         pass
@@ -301,5 +301,5 @@ def test_a_process_that_was_forked_from_the_rank_says_nothing_in_its_name(start)
 def test_nothing_of_it_is_left_when_it_is_closed(start):
     sampler = start({GPU: VALUES})
     sampler.close()
-    assert not Path(f"/proc/{sampler.pid}").exists()
+    assert not Path(f"/proc/{sampler.process.pid}").exists()
     assert sampler.address not in Path("/proc/net/unix").read_text()

@@ -40,10 +40,10 @@ def answers(sampler):
 
 def test_it_has_its_own_session_and_no_torch_and_outlives_what_launchers_send(sampler):
     assert answers(sampler)
-    assert os.getsid(sampler.pid) == sampler.pid
-    assert "torch" not in Path(f"/proc/{sampler.pid}/maps").read_text()
+    assert os.getsid(sampler.process.pid) == sampler.process.pid
+    assert "torch" not in Path(f"/proc/{sampler.process.pid}/maps").read_text()
     for number in detached_process.SHIELDED:
-        os.kill(sampler.pid, number)
+        os.kill(sampler.process.pid, number)
     assert answers(sampler)
 
 
@@ -58,7 +58,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path):
         window = Link(sampler.address, {GPU!r}, answer_seconds={DEADLINE}).window()
         with window:  # NVML hangs, and that must not keep the process either
             pass
-        print(sampler.pid, flush=True)
+        print(sampler.process.pid, flush=True)
         time.sleep({DEADLINE})
     """
     with subprocess.Popen([sys.executable, "-c", dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
