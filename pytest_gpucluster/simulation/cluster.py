@@ -131,9 +131,11 @@ class Cluster:
         """The RDMA devices of a node."""
         return tuple(f"mlx5_{number}" for number in range(self.node.ports))
 
-    def port_of(self, gpu: int) -> str | None:
-        """Return the RDMA device that is nearest to a GPU; None where there is none."""
-        return self.ports[gpu * self.node.ports // self.gpus_per_node] if self.node.ports else None
+    def ports_of(self, gpu: int) -> tuple[str, ...]:
+        """Return the RDMA devices that are nearest to a GPU, all of which it uses; none where there is none."""
+        count, gpus = self.node.ports, self.gpus_per_node
+        own = [port for number, port in enumerate(self.ports) if number * gpus // count == gpu]
+        return tuple(own) or self.ports[gpu * count // gpus :][:1]
 
     def with_faults(self, faults: Sequence[Fault]) -> Cluster:
         """Return it with these faults.

@@ -1,5 +1,6 @@
 """Descriptions of simulated clusters, and faults: what is read, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,23 @@ def test_every_shipped_description_has_a_gpu_with_limits():
         assert limits.sku_for(found.gpu.name) == found.sku, name
         assert name.startswith(f"{found.nodes}x{found.gpus_per_node}x")
         assert len(found.hosts) == found.nodes
-        assert {found.port_of(gpu) for gpu in range(found.gpus_per_node)} <= {*found.ports}
+        assert {port for gpu in range(found.gpus_per_node) for port in found.ports_of(gpu)} == {*found.ports}
 
 
 def test_another_shape_of_a_known_gpu():
     found = cluster.load("3x4xh100")
     assert (found.nodes, found.gpus_per_node, found.sku) == (3, 4, "H100 SXM")
-    assert [found.port_of(gpu) for gpu in range(4)] == ["mlx5_0", "mlx5_2", "mlx5_4", "mlx5_6"]
+    assert [found.ports_of(gpu) for gpu in (0, 3)] == [("mlx5_0", "mlx5_1"), ("mlx5_6", "mlx5_7")]
+
+
+@pytest.mark.parametrize("gpus", range(1, 17))
+@pytest.mark.parametrize("ports", [0, 1, 2, 8])
+def test_every_port_is_of_a_gpu_so_that_a_fault_of_any_of_them_acts(gpus, ports):
+    like = cluster.load(f"2x{gpus}xH100")
+    found = replace(like, node=replace(like.node, ports=ports))
+    of_each = [found.ports_of(gpu) for gpu in range(gpus)]
+    assert {port for of_gpu in of_each for port in of_gpu} == {*found.ports}
+    assert all(of_each) == bool(ports)
 
 
 @pytest.mark.parametrize(
