@@ -451,12 +451,17 @@ def _labels(labels: Mapping[str, str]) -> str:
 def _on(ranks: Sequence[int], context: _Context) -> str:
     if not ranks:
         return ""
-    all_of = describe_nodes(
-        ranks, nodes=context.nodes, host_of=context.host_of, noun="ranks" if context.gpu_name is None else "GPUs"
-    )
+    noun = "ranks" if context.gpu_name is None else "GPUs"
+
+    def whole_nodes(some: Sequence[int]) -> str:
+        return printable(describe_nodes(some, nodes=context.nodes, host_of=context.host_of, noun=noun))
+
+    all_of = whole_nodes(ranks)
+    if all_of and not {*ranks}.issuperset(context.nodes[context.node_of[ranks[0]]]):
+        return f" on {context.name(ranks[0])}, and {whole_nodes(ranks[1:])}"  # the worst is none of these nodes'
     if all_of:
-        return f" on {printable(all_of)}"
-    if len(context.nodes) > 1 and len(ranks) == len(context.world) > 2:
+        return f" on {all_of}"
+    if len(ranks) == len(context.world) > 2:
         return f" on all {len(ranks)} ranks: look at what they share"
     others = f", and {context.name(ranks[1])}" if len(ranks) == 2 else ""
     others = f", and {len(ranks) - 1} more ranks" if len(ranks) > 2 else others

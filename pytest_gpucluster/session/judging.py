@@ -115,8 +115,8 @@ def _unjudged(
     for some in (rates, values):
         if some and all(judged.status == "recorded" for judged in some):
             return (
-                f"no limit for {some[0].metric} on {sku}: set one by gpucluster thresholds calibrate, or in a file for"
-                f" --gpucluster-thresholds; {some[0].reason}"
+                f"no limit for {some[-1].metric} on {sku}: set one by gpucluster thresholds calibrate, or in a file for"
+                f" --gpucluster-thresholds; {some[-1].reason}"
             )
     return ""
 

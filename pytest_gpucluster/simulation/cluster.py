@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from pytest_gpucluster.errors import OptionError, UnitError
 from pytest_gpucluster.metrics import measurement, units
 from pytest_gpucluster.metrics.datasheets import SKUS
 from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND
 from pytest_gpucluster.simulation.faults import Fault, Faults, parse
 
 FOLDER = Path(__file__).with_name("clusters")
@@ -130,14 +131,16 @@ class Cluster:
         """The RDMA devices of a node."""
         return tuple(f"mlx5_{number}" for number in range(self.node.ports))
 
-    def port_of(self, gpu: int) -> str | None:
-        """Return the RDMA device that is nearest to a GPU; None where there is none."""
-        return self.ports[gpu * self.node.ports // self.gpus_per_node] if self.node.ports else None
+    def ports_of(self, gpu: int) -> tuple[str, ...]:
+        """Return the RDMA devices that are nearest to a GPU, all of which it uses; none where there is none."""
+        count, gpus = self.node.ports, self.gpus_per_node
+        own = [port for number, port in enumerate(self.ports) if number * gpus // count == gpu]
+        return tuple(own) or self.ports[gpu * count // gpus :][:1]
 
     def with_faults(self, faults: Sequence[Fault]) -> Cluster:
         """Return it with these faults.
 
-        Raises: OptionError: a fault is at a place that it does not have.
+        Raises: OptionError: a fault is at a place that it does not have, or would change nothing.
         """
         places = {"gpu": [str(number) for number in range(self.gpus_per_node)], "port": self.ports}
         for fault in faults:
@@ -148,9 +151,17 @@ class Cluster:
             ):
                 if found not in allowed:
                     known = ", ".join(allowed) if len(allowed) <= 16 else f"{allowed[0]} to {allowed[-1]}"
+                    known = known or "none"
                     raise OptionError(
                         f"{fault}: {self.name} has no {what} {found!r}; it has {known}{did_you_mean(found, allowed)}"
                     )
+            if fault.name == "nic-down" and not self.ports:
+                raise OptionError(f"{fault}: the nodes of {self.name} have no ports (node.ports)")
+            if fault.name == "power-cap" and fault.amount >= self.gpu.power_limit_watts:
+                raise OptionError(
+                    f"{fault}: {fault.amount:g} W are no less than the {self.gpu.power_limit_watts:g} W of its GPUs; "
+                    f"write power-cap:{fault.host}=AMOUNT with fewer"
+                )
         return replace(self, faults=Faults(tuple(faults)))
 
 
@@ -159,16 +170,17 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load(what: str) -> Cluster:
+def load(what: str, above: Sequence[Path] = ()) -> Cluster:
     """Return a cluster by the name of a shipped description, by another shape of the same GPU, or from a file.
 
     Args:
         what: ``2x8xH100``, ``4x8xH100``, or the path of a YAML file.
+        above: the files that are like it.
 
     Raises: OptionError that says where it is wrong, what was found and what is allowed.
     """
     if what in shipped():
-        return _read(FOLDER / f"{what}.yaml")
+        return _read(FOLDER / f"{what}.yaml", above)
     shape = _SHAPE.fullmatch(what)
     if shape is not None and not Path(what).exists():
         of_gpu = {name.rpartition("x")[2].lower(): name for name in shipped()}
@@ -178,13 +190,19 @@ def load(what: str) -> Cluster:
                 f"{what}: no simulated cluster has {shape['gpu']} GPUs; known are {', '.join(shipped())}, and other "
                 f"numbers of nodes and GPUs of these; or write a file{did_you_mean(shape['gpu'], of_gpu)}"
             )
-        return replace(load(like), name=what, nodes=int(shape["nodes"]), gpus_per_node=int(shape["gpus"]))
+        found = replace(load(like), name=what, nodes=int(shape["nodes"]), gpus_per_node=int(shape["gpus"]))
+        if wrong := dict(_impossible(found)):
+            raise OptionError(f"{what}: {next(iter(wrong.values()))}")
+        return found
     if not Path(what).is_file():
         raise OptionError(
             f"{what!r} is neither a file nor a simulated cluster; known are {', '.join(shipped())}"
             f"{did_you_mean(what, shipped())}"
         )
-    return _read(Path(what))
+    path = Path(what).resolve()
+    if path in above:
+        raise OptionError(f"{what} is like itself")
+    return _read(Path(what), (*above, path))
 
 
 _SECTIONS = {"gpu": GpuModel, "node": NodeModel, "nccl": NcclModel}
@@ -192,7 +210,7 @@ _KINDS: Mapping[str, type] = {"str": str, "int": int, "float": float}
 _UNITS = ("bytes", "mhz", "watts", "celsius", "bits", "seconds")
 
 
-def _read(path: Path) -> Cluster:
+def _read(path: Path, above: Sequence[Path]) -> Cluster:
     document = Document(str(path))
     root = document.root(path, needs="the keys of a cluster", block_scalar_hint="quote the text")
     keys = ("schema_version", "like", *_plain_fields(Cluster), *_SECTIONS, "rates", "faults")
@@ -200,17 +218,19 @@ def _read(path: Path) -> Cluster:
     cluster = None
     if root is not None and top is not None:
         document.require_version(root, top, 1)
-        cluster = _cluster(document, root, top, path)
+        cluster = _cluster(document, root, top, path, above)
     if document.complaints or cluster is None:
         raise OptionError("\n".join(document.report()))
     return cluster
 
 
-def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]], path: Path) -> Cluster | None:
+def _cluster(
+    document: Document, root: Node, top: Mapping[str, tuple[Node, Node]], path: Path, above: Sequence[Path]
+) -> Cluster | None:
     base: Cluster | None = None
     if "like" in top:
         try:
-            base = load(document.text(top["like"][1], "like") or "")
+            base = load(document.text(top["like"][1], "like") or "", above)
         except OptionError as error:
             document.fail(top["like"][1], str(error))
     found: dict[str, Any] = {"name": path.stem, **_plain_values(document, top, "", Cluster)}
@@ -229,16 +249,17 @@ def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]
     if document.complaints:
         return None
     cluster = Cluster(**found) if base is None else replace(base, **found)
+    for key, wrong in _impossible(cluster):
+        document.fail(top.get(key.partition(".")[0], (root, root))[1], wrong)
+    if document.complaints:
+        return None
     try:
-        names = {*cluster.hosts}
+        names = {host for host in cluster.hosts if re.fullmatch(r"\w[\w.-]*", host)}
     except (ValueError, LookupError, AttributeError):  # of the pattern
         names = set()
     if len(names) < cluster.nodes:
         text = f"{cluster.host_names!r} does not give {cluster.nodes} nodes names of their own, as gpu-{{:02}} does"
         document.fail(top.get("host_names", top.get("nodes", (root, root)))[1], text)
-        return None
-    if cluster.sku not in SKUS:
-        document.fail(top["sku"][1], f"unknown SKU {cluster.sku!r}{did_you_mean(cluster.sku, SKUS)}")
         return None
     if "faults" not in top:
         return cluster
@@ -253,6 +274,26 @@ def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]
         except OptionError as error:
             document.fail(item, str(error))
     return replace(cluster, faults=Faults(tuple(faults)))
+
+
+def _impossible(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield each key whose value is of its kind and can be none of a simulated cluster, and why."""
+    gpu, node, transport = cluster.gpu, cluster.node, cluster.nccl.transport
+    skus = [name for name, sku in SKUS.items() if sku.promise is not None]
+    for key, found, fits, allowed in (
+        ("sku", cluster.sku, cluster.sku in skus, f"a GPU with limits{did_you_mean(cluster.sku, skus)}"),
+        ("nodes", cluster.nodes, cluster.nodes <= 1000, "from 1 to 1000"),
+        # Each GPU and each port has PCI addresses of its own.
+        ("gpus_per_node", cluster.gpus_per_node, cluster.gpus_per_node <= 16, "from 1 to 16"),
+        ("spread", cluster.spread, cluster.spread < 0.5, "below 50 %"),
+        ("gpu.capability", gpu.capability, re.fullmatch(r"(8|9|10|12)\.\d", gpu.capability), "8.x, 9.x, 10.x or 12.x"),
+        ("node.numa_nodes", node.numa_nodes, node.numa_nodes <= node.cpus, f"from 1 to {node.cpus}, as many as CPUs"),
+        ("node.ports", node.ports, node.ports <= 64, "from 0 to 64"),
+        ("node.link_layer", node.link_layer, node.link_layer in (ETHERNET, INFINIBAND), f"{INFINIBAND} or {ETHERNET}"),
+        ("nccl.transport", transport, re.fullmatch("P2P|NET/.+", transport), "P2P, or NET/ and what carries it"),
+    ):
+        if not fits:
+            yield key, f"{key}: {found!r} is not {allowed}"
 
 
 def _model(document: Document, node: Node, what: str, model: Any, base: Any) -> Any:

@@ -119,20 +119,26 @@ class World:
         return left
 
     def port_factor(self, place: Place) -> float:
-        """Return what is left of the rate of the port of a place."""
-        port, has = self.cluster.port_of(place.gpu) or "", self.cluster.faults.amount
-        left = DEAD_FACTOR if has("dead-rail", place.host, port) else has("slow-rail", place.host, port) or 1.0
-        if has("nic-down", place.host) and port == self.cluster.ports[-1]:
+        """Return what is left of the rate of the ports of a place, of which the slowest decides."""
+        ports, has = self.cluster.ports_of(place.gpu), self.cluster.faults.amount
+        of_each = [
+            DEAD_FACTOR if has("dead-rail", place.host, port) else has("slow-rail", place.host, port) or 1.0
+            for port in ports
+        ]
+        left = min(of_each, default=1.0)
+        if has("nic-down", place.host) and self.cluster.ports[-1] in ports:
             left *= LANES_FACTOR  # it shares another one
         if has("no-gdr", place.host):
             left *= NO_GDR_FACTOR
-        return left * (DEAD_FACTOR if self.is_flapping(place) else 1.0)
+        return left * (DEAD_FACTOR if self.flapping(place) else 1.0)
 
-    def is_flapping(self, place: Place) -> bool:
-        """Whether the port of a place is without a link now, for 8 exchanges of the same ranks."""
-        port = self.cluster.port_of(place.gpu) or ""
-        often = self.cluster.faults.amount("flapping-port", place.host, port) or 0.0
-        return often > 0 and random.Random(f"{self.cluster.seed}/{port}/{self.turn // 8}").random() < often
+    def flapping(self, place: Place) -> str:
+        """Return the port of a place that is without a link now, for 8 exchanges of the same ranks; "" for none."""
+        for port in self.cluster.ports_of(place.gpu):
+            often = self.cluster.faults.amount("flapping-port", place.host, port) or 0.0
+            if often and random.Random(f"{self.cluster.seed}/{port}/{self.turn // 8}").random() < often:
+                return port
+        return ""
 
     def slowest(self, places: tuple[Place, ...]) -> tuple[float, float]:
         """Return what is left of the rates of the slowest of these GPUs, and of the slowest of their ports."""
@@ -416,8 +422,8 @@ class Simulated(Cpu):
             places = (world.me, places[dist.get_group_rank(group, peer)])
         world.turns[frozenset(places)] += 1
         world.turn = world.turns[frozenset(places)]
-        if not world.turn % 8 and world.is_flapping(world.me) and len({place.host for place in places}) > 1:
-            node.lose_link(world.cluster.port_of(world.me.gpu) or "")
+        if not world.turn % 8 and (lost := world.flapping(world.me)) and len({place.host for place in places}) > 1:
+            node.lose_link(lost)
         self._work(self._transfer_seconds(name, payload_bytes, places), COPIES)
 
     def _transfer_seconds(self, name: str, payload_bytes: int, places: tuple[Place, ...]) -> float:

@@ -374,7 +374,7 @@ def _nccl_lines(cluster: Cluster, places: Sequence[tuple[str, int]], mine: int) 
         yield "NET/IB : No device found."
         yield f"NET/Socket : Using [0]{socket.gethostname()}:10.0.0.1<0>"
     if has("no-gdr", host):
-        yield f"GPU Direct RDMA Disabled for HCA 0 '{cluster.port_of(gpu)}'"
+        yield f"GPU Direct RDMA Disabled for HCA 0 '{next(iter(cluster.ports_of(gpu)), None)}'"
     yield f"Using network {_network(cluster)}"
     several = len({place for place, _ in places}) > 1
     with_nvls = not has("nvls-off") and len({place for place in places if place[0] == host}) > 1

@@ -31,7 +31,7 @@ def test_a_node_is_named_if_all_of_it_is_concerned(ranks, text):
 def test_more_than_two_nodes_are_counted_and_a_single_one_is_no_node_among_others():
     nodes = {node: [2 * node, 2 * node + 1] for node in range(5)}
     assert in_order(describe_nodes(range(8), nodes=nodes, host_of={}, noun="ranks"), "node 0 3 more nodes")
-    assert "look at" not in hold(all_ranks(300.0)).message
+    assert hold(all_ranks(300.0)).message.endswith("ranks: look at what they share"), "none of them is accused"
     assert held({11: 612.0}).message.endswith("on rank 11 (gpu-01, GPU 3 GPU-1f2e)"), "one slow GPU is named alone"
 
 
@@ -95,3 +95,8 @@ def test_a_node_is_named_where_some_of_its_gpus_miss_the_limit_in_another_way():
     verdict = held({rank: 699.0 if rank % 2 else 701.0 for rank in range(8, 16)})
     assert in_order(verdict.message, "699 TFLOPS < 700 TFLOPS all 8 GPUs of gpu-01")
     assert "rank 9" not in verdict.message
+
+
+def test_the_worst_gpu_is_named_where_a_node_misses_the_limit_too():
+    verdict = held({3: 500.0} | dict.fromkeys(range(8, 16), 650.0))
+    assert "500 TFLOPS < 700 TFLOPS on rank 3 (gpu-00, GPU 3 GPU-1f2e), and all 8 GPUs of gpu-01" in verdict.message

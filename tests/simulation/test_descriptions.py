@@ -1,5 +1,6 @@
 """Descriptions of simulated clusters, and faults: what is read, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,23 @@ def test_every_shipped_description_has_a_gpu_with_limits():
         assert limits.sku_for(found.gpu.name) == found.sku, name
         assert name.startswith(f"{found.nodes}x{found.gpus_per_node}x")
         assert len(found.hosts) == found.nodes
-        assert {found.port_of(gpu) for gpu in range(found.gpus_per_node)} <= {*found.ports}
+        assert {port for gpu in range(found.gpus_per_node) for port in found.ports_of(gpu)} == {*found.ports}
 
 
 def test_another_shape_of_a_known_gpu():
     found = cluster.load("3x4xh100")
     assert (found.nodes, found.gpus_per_node, found.sku) == (3, 4, "H100 SXM")
-    assert [found.port_of(gpu) for gpu in range(4)] == ["mlx5_0", "mlx5_2", "mlx5_4", "mlx5_6"]
+    assert [found.ports_of(gpu) for gpu in (0, 3)] == [("mlx5_0", "mlx5_1"), ("mlx5_6", "mlx5_7")]
+
+
+@pytest.mark.parametrize("gpus", range(1, 17))
+@pytest.mark.parametrize("ports", [0, 1, 2, 8])
+def test_every_port_is_of_a_gpu_so_that_a_fault_of_any_of_them_acts(gpus, ports):
+    like = cluster.load(f"2x{gpus}xH100")
+    found = replace(like, node=replace(like.node, ports=ports))
+    of_each = [found.ports_of(gpu) for gpu in range(gpus)]
+    assert {port for of_gpu in of_each for port in of_gpu} == {*found.ports}
+    assert all(of_each) == bool(ports)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +82,7 @@ def test_a_fault_is_found_at_its_place_only():
         ("wrong-product:gpu-00/1=0", "above 0"),
         ("power-cap:gpu-00=1.2.3W", "a number"),
         ("nic-down:gpu-00/mlx5_0", "nic-down:gpu-01"),
+        ("power-cap:gpu-00=700W", "no less than the 700 W"),
         ("slow-gpu:gpu-07/1", "gpu-00, gpu-01"),
         ("slow-gpu:gpu-00/8", "0, 1, 2, 3, 4, 5, 6, 7"),
         ("dead-rail:gpu-00/mlx5_9", "mlx5_0"),
@@ -118,11 +130,25 @@ def test_a_file_is_like_another_one_with_faults(tmp_path):
         ("schema_version: 1\nlike: 2x8xH100\nhost_names: 'gpu-{x}'\n", ":3:13: .*of their own"),
         ("schema_version: 1\nsku: H100 SXM\n", "nodes, gpus_per_node, gpu, node, nccl are missing"),
         ("schema_version: 2\nlike: 2x8xH100\n", ":1:17: "),
+        ("schema_version: 1\nlike: mine.yaml\n", ":2:7: .*like itself"),
+        ("schema_version: 1\nlike: 2x8xH100\nnodes: 99999999999\n", ":3:8: .*to 1000"),
+        ("schema_version: 1\nlike: 2x17xH100\n", ":2:7: .*to 16"),
+        ("schema_version: 1\nlike: 2x8xH100\nsku: cpu-rehearsal\n", ":3:6: .*GPU with limits"),
+        ("schema_version: 1\nlike: 2x8xH100\nspread: 60 %\n", ":3:9: .*below 50 %"),
+        ("schema_version: 1\nlike: 2x8xH100\ngpu: {capability: nine}\n", ":3:6: .*9.x"),
+        ("schema_version: 1\nlike: 2x8xH100\nnode: {link_layer: Myrinet}\n", ":3:7: .*Ethernet"),
+        ("schema_version: 1\nlike: 2x8xH100\nnode: {numa_nodes: 300}\n", ":3:7: .*192"),
+        ("schema_version: 1\nlike: 2x8xH100\nnode: {ports: 65}\n", ":3:7: .*to 64"),
+        ("schema_version: 1\nlike: 2x8xH100\nnccl: {transport: IB}\n", ":3:7: .*NET/"),
+        ("schema_version: 1\nlike: 2x8xH100\nhost_names: '../{}'\n", ":3:13: .*of their own"),
+        ("schema_version: 1\nlike: 2x8xH100\nnode: {ports: 0}\nfaults: [nic-down:gpu-00]\n", ":4:10: .*no ports"),
+        ("schema_version: 1\nlike: 2x8xH100\nnode: {ports: 0}\nfaults: [dead-rail:gpu-00/mlx5_0]\n", "has none"),
         ("", ":1:1: "),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place(tmp_path, text, says):
-    path = tmp_path / "mine.yaml"
+def test_a_wrong_file_is_refused_with_the_place(tmp_path, monkeypatch, text, says):
+    monkeypatch.chdir(tmp_path)
+    path = Path("mine.yaml")
     path.write_text(text)
     with pytest.raises(OptionError, match=f"mine.yaml{says}" if says.startswith(":") else says):
         cluster.load(str(path))
