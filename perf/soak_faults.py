@@ -180,7 +180,7 @@ def expected(plan: Plan) -> Expected:
         is_in_another = plan.fault == "other_collective" or (
             (plan.fault, plan.test, plan.moment) == ("absent", "test_all_reduce", "before")
         )
-        both = (f"rank 0 ({HOST}): waits in ", ", while rank 1 waits in ", " (and 1 more failing)")
+        both = (f"rank 0 ({HOST}): waits in ", ", while rank 1 waits in ", " (and rank 1 failing)")
         words = both if is_in_another else (culprit,)
         return Expected(verdict="BROKEN", exit=11, outcome="error", words=words)
     words = (f"{culprit}): {_ERROR_TYPES.get(plan.fault, 'RuntimeError')}",)

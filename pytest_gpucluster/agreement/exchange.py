@@ -243,12 +243,12 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     bad.sort(key=lambda o: (order.index(o.outcome), o.rank))
     first = bad[0]
     same = sorted({o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)})
-    others = len({o.rank for o in bad} - set(same))
+    others = {o.rank for o in bad} - set(same)
     shared = len(same) == len(outcomes) > 1 and first.outcome == "error"
     who = names[first.rank] if len(same) == 1 else f"all {len(same)} ranks" if shared else rank_ranges(same)
     # What says of a rank that it is lost begins with its name already.
     message = first.message if first.message.startswith(who) else f"{who}: {first.message}"
-    message += f" (and {others} more failing)" if others else ""
+    message += f" (and {rank_ranges(others)} failing)" if others else ""
     parts = _folded(bad, names)
     if released:
         parts.append(f"Released because of this, not culprits: {rank_ranges(released)}.")

@@ -138,13 +138,16 @@ def _demo(options: argparse.Namespace) -> int:
         *options.forwarded,
     ]
     forwarder = SignalForwarder()
-    with (
-        tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
-        handling(list(FORWARDED), forwarder.handle),
-        closing(ForkServer()) as server,
-    ):
-        folders = Path(name), folder
-        found, directory = _run_nodes(server, forwarder, cluster.hosts, folders, words)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
+            handling(list(FORWARDED), forwarder.handle),
+            closing(ForkServer()) as server,
+        ):
+            folders = Path(name), folder
+            found, directory = _run_nodes(server, forwarder, cluster.hosts, folders, words)
+    except (RuntimeError, ConnectionError) as error:
+        raise cli.CommandError(cli.BROKEN_EXIT, f"no rank can be started: {error}; out of memory?") from error
     if directory:
         reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
         try:

@@ -17,6 +17,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.judge.misses import explanation
 from pytest_gpucluster.launch.hostlist import compress_hostlist
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.reports.charts.plots import missing_ranks
 from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.summary import GROUPS, NODE, Outline, Row, display_name, missed_ratio, ratios_to_others
@@ -66,13 +67,17 @@ class Node:
 def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int], list[Row]]:
     """Return the ranks of each culprit -> its failures, the worst first; places of the fewest ranks come first.
 
-    A few GPUs that each miss a limit of a test of nodes, in which each works alone, are a place each. What contains the
-    ranks of an earlier place counts with it. Failures without a culprit come last, with no rank.
+    A few GPUs that each miss a limit of a test of nodes, in which each works alone, are a place each, unless they are
+    all of a node. What contains the ranks of an earlier place counts with it. Failures without a culprit come last,
+    with no rank.
     """
     found: dict[frozenset[int], list[Row]] = {}
     culprits = {row.nodeid: culprit_ranks(row, journal) for row in overview.bad}
+    nodes = grouped((place.host, place.rank) for place in journal.ranks).values()
     for row in sorted(overview.bad, key=lambda row: (len(culprits[row.nodeid]) or math.inf, row.margin or 0.0)):
-        for ranks, own in _apart(row, culprits[row.nodeid]):
+        all_ranks = culprits[row.nodeid]
+        is_node = any(len(node) > 1 and all_ranks.issuperset(node) for node in nodes)
+        for ranks, own in [(all_ranks, row)] if is_node else _apart(row, all_ranks):
             place = next((known for known in found if known and known < ranks), ranks)
             found.setdefault(place, []).append(own)
     return found

@@ -68,10 +68,10 @@ def test_ranks_left_in_different_places_make_the_group_dirty():
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
-        pytest.param(["error", "failed"], "rank 1 (gpu-01): m1 (and 1 more failing)", id="a verdict before an error"),
-        pytest.param(["failed", "hung"], "rank 1 (gpu-01): m1 (and 1 more failing)", id="a hang before its victims"),
-        pytest.param(["hung", "lost"], "rank 1 (gpu-01): m1 (and 1 more failing)", id="a loss before all"),
-        pytest.param(["failed", "failed"], "rank 0 (gpu-00): m0 (and 1 more failing)", id="else the lowest rank"),
+        pytest.param(["error", "failed"], "rank 1 (gpu-01): m1 (and rank 0 failing)", id="a verdict before an error"),
+        pytest.param(["failed", "hung"], "rank 1 (gpu-01): m1 (and rank 0 failing)", id="a hang before its victims"),
+        pytest.param(["hung", "lost"], "rank 1 (gpu-01): m1 (and rank 0 failing)", id="a loss before all"),
+        pytest.param(["failed", "failed"], "rank 0 (gpu-00): m0 (and rank 1 failing)", id="else the lowest rank"),
     ],
 )
 def test_the_message_names_what_explains_the_rest(kinds, message):

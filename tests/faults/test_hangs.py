@@ -15,7 +15,7 @@ EXPECTED = {
     "loop": f"error: {RANK_0}: hangs at test_hangs.py:* in test_loop",
     "finished_early": f"error: {RANK_1}: finished without entering all_reduce #* of group *, where rank 0 waits",
     "another_collective": f"error: {RANK_0}: waits in all_reduce #*, while rank 1 waits in barrier #* of group *"
-    " (and 1 more failing)",
+    " (and rank 1 failing)",
     "never_joined_the_group": f"error: {RANK_1}: finished without entering the making of a process group #1 of group"
     " in the making, where rank 0 waits",
     "setup": f"error: {RANK_1}: hangs at test_hangs.py:* in slow_setup",

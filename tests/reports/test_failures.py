@@ -103,6 +103,10 @@ def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_v
     assert "gpu-01 GPU 3 (rank 11): slow: 584 < 700 TFLOPS" in shown
     marks = ["".join(gpu.mark for gpu in node.gpus) for node in cluster_map(journal, outline(journal))]
     assert marks == [".....F..", "...F....", "........"]
+    node = replace(
+        cluster(slow), cluster=Cluster(ranks=tuple(replace(p, host=f"n{p.rank in (5, 11)}") for p in journal.ranks))
+    )
+    assert [set(ranks) for ranks in failures_by_place(node, outline(node))] == [{5, 11}]  # all GPUs of a host
     # What more ranks miss, and a link between two, stay one place.
     many = replace(judged, values={**values, **dict.fromkeys(range(12), 437.0)})
     link = replace(slow, nodeid="t.py::test_link", criterion="links")
@@ -162,7 +166,7 @@ def test_each_of_two_gpus_with_a_finding_has_its_own_text():
     bad = replace(
         ended("health", *found),
         criterion="gpu.health",
-        message=f"rank 5 (gpu-00, GPU 5): {found[5]} (and 1 more failing)",
+        message=f"rank 5 (gpu-00, GPU 5): {found[5]} (and rank 11 failing)",
         measurements=(judged,),
         ranks=tuple(RankOutcome(rank=rank, outcome="failed", message=text) for rank, text in found.items()),
     )
