@@ -89,6 +89,12 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[NodeRun], list[tuple[str, str
     return list(runs.values()), list(unreadable.values())
 
 
+def mixed(runs: Iterable[NodeRun]) -> str:
+    """Return why these runs cannot be compared, or an empty text."""
+    kinds = sorted({f"a {KIND_NAMES[run.journal.run.kind]}" for run in runs})
+    return f"{' and '.join(kinds)} cannot be compared" if len(kinds) > 1 else ""
+
+
 def journals_below(place: Path) -> list[Path]:
     """Return every journal in a folder and below it, each once; links such as ``latest`` are not followed."""
     found = []
@@ -258,12 +264,6 @@ class Fleet:
     def is_good(self) -> bool | None:
         """Whether every node is good; None if none is to be drained, but one gave no answer."""
         return False if self.drained else None if self.without_answer else True
-
-    @property
-    def mixed(self) -> str:
-        """Return why these runs cannot be compared as a fleet, or an empty text."""
-        kinds = sorted({f"a {KIND_NAMES[node.journal.run.kind]}" for node in self.nodes})
-        return f"{' and '.join(kinds)} cannot be compared" if len(kinds) > 1 else ""
 
     @property
     def notes(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from pytest_gpucluster import __version__
 from pytest_gpucluster.analysis import certificate
-from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
+from pytest_gpucluster.analysis.certificate_diff import differences
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import CertificateError
 from pytest_gpucluster.journal.journal import locate
@@ -140,8 +140,6 @@ def _diff(options: argparse.Namespace) -> int:
     for difference in found:
         _print_entry(f"{difference.kind:<13}", f"{difference.where}: {difference.what}")
     print(plural(len(found), "difference") if found else "the same parts")
-    for line in judging_differences(old, new):
-        _print_entry("note", f"judged differently: {line}")
     return cli.NEGATIVE if found else cli.DONE
 
 
