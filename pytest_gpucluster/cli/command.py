@@ -149,16 +149,12 @@ def one_of(*options: Argument, required: bool = False) -> Argument:
 
 
 JOURNAL = argument("journal", JOURNAL_HELP, type=Path)
-JOURNALS = argument(
-    "paths", "a journal.jsonl, or a folder with journals below it", metavar="JOURNAL|DIR", type=Path, nargs="+"
-)
+JOURNALS = argument("paths", "a journal.jsonl, or a folder with some", metavar="JOURNAL|DIR", type=Path, nargs="+")
 JSON = option("--json FILE", "write the result as JSON; - for standard output")
 """For :func:`write_outputs`."""
 EXPECTED = option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
 HTML = option("--html FILE", "write the result as a page; - for standard output")
-THRESHOLDS = option(
-    "--thresholds FILE", "limits that override the shipped ones, as --gpucluster-thresholds", type=Path, action="append"
-)
+THRESHOLDS = option("--thresholds FILE", "limits that override the shipped ones", type=Path, action="append")
 
 
 def number(least: float = 1, most: float = 10**6, *, of: Callable[[str], float] = int) -> Callable[[str], int | float]:
