@@ -294,17 +294,13 @@ def query_nodes(
                 if time.monotonic() > until:
                     return f"no answer within {access.answer_seconds:g} s"
                 time.sleep(_POLL_SECONDS)
-            return _reply(channel)
+            if channel.exit is None:
+                return channel.problem
+            try:
+                facts = json.loads(channel.drain()) if channel.exit == 0 else None
+            except ValueError:
+                facts = None
+            return facts if isinstance(facts, dict) and facts else f"ended with exit code {channel.exit} and no JSON"
 
     with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
         return dict(zip((host.name for host in hosts), pool.map(query, hosts), strict=True))
-
-
-def _reply(channel: Channel) -> Reply:
-    if channel.exit is None:
-        return channel.problem
-    try:
-        facts = json.loads(channel.drain()) if channel.exit == 0 else None
-    except ValueError:
-        facts = None
-    return facts if isinstance(facts, dict) and facts else f"ended with exit code {channel.exit} and no JSON"

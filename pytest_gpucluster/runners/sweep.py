@@ -16,21 +16,11 @@ from typing import Protocol
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
 from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.node.processes import run_program
+from pytest_gpucluster.runners import sweep_outcome
 from pytest_gpucluster.runners.hosts import NODE_NAME, NODE_NAME_RULE
 from pytest_gpucluster.runners.plan import SweepPlan
 from pytest_gpucluster.runners.run_result import read_result
-from pytest_gpucluster.runners.sweep_outcome import (
-    JOINT,
-    LauncherExit,
-    Outcome,
-    SweepFiles,
-    conclude,
-    judge_run,
-    progress_line,
-    sweep_table,
-    verdict_line,
-    worse,
-)
+from pytest_gpucluster.runners.sweep_outcome import JOINT, LauncherExit, Outcome, SweepFiles, conclude, judge_run
 from pytest_gpucluster.text import one_line
 
 _POLL_SECONDS = 0.05
@@ -90,8 +80,8 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
         try:
             for outcome in scheduler.run_nodes(plan, files.directory):
                 previous = outcomes.get(outcome.node, outcome)
-                outcomes[outcome.node] = worse(previous, outcome)
-                show(progress_line(len(outcomes), len(plan.nodes), outcome))
+                outcomes[outcome.node] = sweep_outcome.worse(previous, outcome)
+                show(sweep_outcome.progress_line(len(outcomes), len(plan.nodes), outcome))
                 write_so_far()
             survivors = [node for node in plan.nodes if node in outcomes and outcomes[node].survived]
             if len(survivors) < plan.min_nodes:
@@ -100,7 +90,7 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
             else:
                 show(f"joint run of {len(survivors)} of {len(plan.nodes)} nodes")
                 joint = scheduler.run_joint(plan, survivors, files.directory)
-                show(progress_line(1, 1, joint))
+                show(sweep_outcome.progress_line(1, 1, joint))
         except (KeyboardInterrupt, Stopped) as error:
             interrupted = str(error) or "Ctrl-C"
         except EnvironmentBroken as error:
@@ -112,8 +102,8 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
     found = list(outcomes.values())
     verdict = conclude(plan.nodes, found, joint, skipped=skipped, interrupted=interrupted, broken=broken)
     files.write(verdict, found, joint, skipped=skipped, finished=not interrupted)
-    show(f"\n{sweep_table(plan.nodes, found, joint, skipped)}\n")
-    show(verdict_line(verdict))
+    show(f"\n{sweep_outcome.sweep_table(plan.nodes, found, joint, skipped)}\n")
+    show(sweep_outcome.verdict_line(verdict))
     return verdict
 
 
