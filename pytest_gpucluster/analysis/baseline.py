@@ -132,8 +132,8 @@ class Baseline:
         if change.kind != REGRESSED or not change.decides:
             return replace(judged, baseline=baseline)
         worse = {pair.rank: pair for pair in change.of_kind(REGRESSED) if pair.rank is not None}
-        allowed = f"{100 * self.allowed:g} % worse than the baseline is allowed"
-        texts = {rank: f"{judged.metric} {pair_text(pair, judged.unit)}, {allowed}" for rank, pair in worse.items()}
+        what = f"{judged.metric} worse than the baseline by more than {100 * self.allowed:g} %"
+        texts = {rank: f"{what}: {pair_text(pair, judged.unit)}" for rank, pair in worse.items()}
         first = next(iter(worse))
         others = [names.get(rank, f"rank {rank}") for rank in worse if rank != first]
         more = f", and {others[0]}" if len(others) == 1 else f", and {len(others)} more ranks" if others else ""

@@ -138,18 +138,14 @@ def _diff(options: argparse.Namespace) -> int:
             )
     found = differences(old, new)
     for difference in found:
-        _print_entry(f"{difference.kind:<13}", f"{difference.where}: {difference.what}")
+        cli.print_paragraph(f"{difference.where}: {difference.what}", f"{difference.kind:<13} ")
     print(plural(len(found), "difference") if found else "the same parts")
     return cli.NEGATIVE if found else cli.DONE
 
 
 def _print_list(lines: Sequence[str], stream: TextIO | None = None) -> None:
     for line in lines:
-        _print_entry("-", line, stream)
-
-
-def _print_entry(label: str, text: str, stream: TextIO | None = None) -> None:
-    cli.print_paragraph(text, first=f"{label} ", rest=" " * (len(label) + 1), stream=stream)
+        cli.print_paragraph(line, "- ", stream)
 
 
 COMMAND = cli.Group(

@@ -339,6 +339,7 @@ def columns(least: int = 40) -> int:
     return max(least, shutil.get_terminal_size((80, 24)).columns)
 
 
-def print_paragraph(text: str, *, first: str = "", rest: str = "", stream: TextIO | None = None) -> None:
-    """Print text from any source, wrapped to the width of the terminal; ``first`` and ``rest`` begin its lines."""
+def print_paragraph(text: str, first: str = "", stream: TextIO | None = None) -> None:
+    """Print text from any source, wrapped to the width of the terminal, after ``first``."""
+    rest = " " * (len(first) + 2)
     print("\n".join(paragraph(one_line(text, 2000), columns(), first=first, rest=rest)), file=stream)

@@ -142,7 +142,7 @@ def _demo(options: argparse.Namespace) -> int:
         reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
         try:
             for line in culprit_lines(reports, cluster.faults.all) if options.narrate else ():
-                cli.print_paragraph(line, first=">> ", rest=" " * 7, stream=sys.stderr)
+                cli.print_paragraph(line, ">> ", sys.stderr)
         except (JournalError, OSError, ET.ParseError, KeyError) as error:
             run.print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
         run.print_next(directory, found.exit, SIMULATED)

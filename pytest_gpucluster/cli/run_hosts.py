@@ -9,7 +9,6 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from pytest_gpucluster.runners.plan import (
     random_port,
     require_unreserved,
 )
-from pytest_gpucluster.runners.preflight import NodeCheck, check_nodes, preflight_table, readiness_text
+from pytest_gpucluster.runners.preflight import check_nodes, preflight_table, readiness_text
 from pytest_gpucluster.runners.run_result import read_result
 from pytest_gpucluster.runners.ssh import Access, query_nodes, require_ssh
 from pytest_gpucluster.runners.ssh_job import RemoteRun, Signals, conclude, handling
@@ -146,7 +145,19 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
         master=options.master_addr or hosts[0].address,
         port=options.port or random_port(),
     )
-    checks = _check(plan, signals)
+    requests = {
+        host.name: ssh.request(
+            "probe",
+            directory=access.directory,
+            report_dir=access.report_dir,
+            arguments=list(arguments),
+            master=plan.master,
+            port=plan.port if host is hosts[0] else None,
+        )
+        for host in hosts
+    }
+    replies = query_nodes(hosts, requests, access, stop=lambda: bool(signals.numbers))
+    checks = check_nodes(hosts, replies)
     if signals.numbers:
         raise cli.CommandError(cli.USAGE, f"interrupted ({signals.name}) before anything was started")
     states = {check.state for check in checks}
@@ -162,22 +173,6 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     if access.environ:
         show(f"forwarded to the nodes: {', '.join(sorted(access.environ))}", True)
     return _run_plan(plan, options, signals)
-
-
-def _check(plan: SshPlan, signals: Signals) -> Sequence[NodeCheck]:
-    requests = {
-        host.name: ssh.request(
-            "probe",
-            directory=plan.access.directory,
-            report_dir=plan.access.report_dir,
-            arguments=list(plan.arguments),
-            master=plan.master,
-            port=plan.port if host is plan.hosts[0] else None,
-        )
-        for host in plan.hosts
-    }
-    replies = query_nodes(plan.hosts, requests, plan.access, stop=lambda: bool(signals.numbers))
-    return check_nodes(plan.hosts, replies)
 
 
 def _run_plan(plan: SshPlan, options: argparse.Namespace, signals: Signals) -> int:

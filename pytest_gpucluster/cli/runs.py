@@ -24,7 +24,6 @@ from pytest_gpucluster.errors import LaunchError, OutputError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
 from pytest_gpucluster.journal.verdict import marked
-from pytest_gpucluster.reports.tables import rank_name
 from pytest_gpucluster.runners.hosts import expand_nodes
 from pytest_gpucluster.runners.run_result import conclusion
 from pytest_gpucluster.text import one_line, paragraph, printable
@@ -72,14 +71,7 @@ def _compare(options: argparse.Namespace) -> int:
     is_good = {compare.REGRESSION: False, compare.NO_REGRESSION: True}.get(found.answer)
     code = _CODES[is_good]
     described = [_describe(old_path, old_journal), _describe(new_path, new_journal)]
-    blocks = list(
-        compare_output.comparison_blocks(
-            found,
-            old_name=lambda rank: rank_name(old_journal, rank),
-            new_name=lambda rank: rank_name(new_journal, rank),
-            everything=options.all,
-        )
-    )
+    blocks = list(compare_output.comparison_blocks(found, old_journal, new_journal, everything=options.all))
     heading = marked(found.answer, new_journal.run.kind)
     cli.write_outputs(
         lambda: "\n".join([*_head(described, cli.columns()), "", as_text(blocks, cli.columns())]),

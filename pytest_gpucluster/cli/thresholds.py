@@ -179,7 +179,7 @@ def _explain(options: argparse.Namespace) -> int:
     limits = cli.load_limits(options.thresholds)
     _require_sku(options.sku, limits, limits.skus)
     conditions = ", ".join(f"{key} {value}" for key, value in known.items())
-    _print(0, f"{options.sku}: {conditions or 'of any topology'}")
+    cli.print_paragraph(f"{options.sku}: {conditions or 'of any topology'}")
     decided = [
         _explain_metric(limits, metric, sku=options.sku, known=known, with_others=bool(options.metrics))
         for metric in _select_metrics(options.metrics, limits.metrics)
@@ -193,21 +193,22 @@ def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping
     deciding = [entry for entry in entries if entry.effect.startswith("decides")]
     if not with_others and not deciding:
         return False
-    _print(0, metric)
+    cli.print_paragraph(metric)
     if not entries:
-        _print(2, "no entry: a measured value without one is an error, never a pass")
+        cli.print_paragraph("no entry: a measured value without one is an error, never a pass", "  ")
     for entry in entries if with_others else deciding:
         colon = ":" if entry.effect in ("does not apply", "is overruled") else ""
         says = f"{entry.effect}{colon} {entry.why}".rstrip()
-        _print(2, f"{entry.limit.origin} {says}: {demand(entry.limit, entry.limit.unit)}")
+        cli.print_paragraph(f"{entry.limit.origin} {says}: {demand(entry.limit, entry.limit.unit)}", "  ")
         if with_others:
-            _print(4, f"when {entry.limit.conditions()}")
-        _print(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
+            cli.print_paragraph(f"when {entry.limit.conditions()}", "    ")
+        origin = f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}"
+        cli.print_paragraph(origin, "    ")
         support = evidence.support_of(entry.limit, limits)
         if support is not None and entry.limit.record_only is None:
-            _print(4, f"published: {_published_text(entry.limit, support)}")
+            cli.print_paragraph(f"published: {_published_text(entry.limit, support)}", "    ")
     if entries and not deciding:
-        _print(2, "none of them applies: such a value is an error, never a pass")
+        cli.print_paragraph("none of them applies: such a value is an error, never a pass", "  ")
     return bool(deciding)
 
 
@@ -243,10 +244,6 @@ def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[st
         except MeasurementError as error:
             raise cli.CommandError(cli.USAGE, one_line(str(error), 300)) from error
     return list(dict.fromkeys(found))
-
-
-def _print(indent: int, text: str) -> None:
-    cli.print_paragraph(text, first=" " * indent, rest=" " * (indent + 2))
 
 
 NOT_JUDGED = 10
