@@ -44,7 +44,7 @@ analysis: launch metrics config isolation judge journal reports
 session: short_fixtures launch metrics config isolation device benchmarks judge node simulation agreement journal
  reports analysis
 plugin: journal metrics device session
-runners: launch metrics isolation agreement journal
+runners: launch metrics isolation node agreement journal
 cli: launch metrics benchmarks judge node simulation selftest agreement journal reports analysis runners
 __main__: cli
 """)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.analysis.compare import MISSING, REGRESSED, Change, Pair, Terms, changes_of, terms_of
-from pytest_gpucluster.analysis.compare_output import change_text, pair_text
+from pytest_gpucluster.analysis.certificate import journal_digest
+from pytest_gpucluster.analysis.compare import MISSING, REGRESSED, Change, Terms, changes_of, terms_of
+from pytest_gpucluster.analysis.compare_output import pair_text
 from pytest_gpucluster.analysis.run_view import Conditions, RunView, key_of, obstacles, without_samples
 from pytest_gpucluster.errors import JournalError, OptionError
-from pytest_gpucluster.journal.journal import locate, read
+from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.journal.records import KIND_NAMES, TestResult
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.judge.judge import Judgement
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics.codec import to_json
-from pytest_gpucluster.metrics.units import show_apart
 from pytest_gpucluster.reports.tables import metric_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable
 
@@ -47,12 +46,9 @@ class Baseline:
         option = "--gpucluster-baseline"
         try:
             path = locate(place)
-            journal = read(path, slim=without_samples)
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest, journal = journal_digest(path, without_samples)
         except JournalError as error:
             raise OptionError(f"{option}: {error}") from None
-        except OSError as error:
-            raise OptionError(f"{option} {place}: cannot be read: {error.strerror or error}") from None
         if journal.run.kind != kind:
             raise OptionError(
                 f"{option} {path}: is a {KIND_NAMES[journal.run.kind]}, and this is a {KIND_NAMES[kind]}: they "
@@ -136,9 +132,8 @@ class Baseline:
         if change.kind != REGRESSED or not change.decides:
             return replace(judged, baseline=baseline)
         worse = {pair.rank: pair for pair in change.of_kind(REGRESSED) if pair.rank is not None}
-        texts = {
-            rank: f"{judged.metric} {_regression_text(pair, judged.unit, self.allowed)}" for rank, pair in worse.items()
-        }
+        what = f"{judged.metric} worse than the baseline by more than {100 * self.allowed:g} %"
+        texts = {rank: f"{what}: {pair_text(pair, judged.unit)}" for rank, pair in worse.items()}
         first = next(iter(worse))
         others = [names.get(rank, f"rank {rank}") for rank in worse if rank != first]
         more = f", and {others[0]}" if len(others) == 1 else f", and {len(others)} more ranks" if others else ""
@@ -171,16 +166,6 @@ def _decides(judged: Mapping[str, Any]) -> bool:
     """Return whether a baseline could fail a metric: without a comparison, whether a limit judges it."""
     baseline = judged.get("baseline")
     return bool(baseline["decides"]) if baseline else judged.get("status") != "recorded"
-
-
-def _regression_text(pair: Pair, unit: str, allowed: float) -> str:
-    """Return "585.6 TFLOPS is worse than the baseline's 728 TFLOPS (-19.6 %, 3 % is allowed)"."""
-    assert pair.old is not None  # a regression has both
-    assert pair.new is not None
-    assert pair.change_ratio is not None
-    now, before = show_apart(pair.new.value, pair.old.value, unit)
-    change = change_text(pair.change_ratio)
-    return f"{now} is worse than the baseline's {before} ({change}, {100 * allowed:g} % is allowed)"
 
 
 def _note(change: Change, names: Mapping[int, str]) -> str:

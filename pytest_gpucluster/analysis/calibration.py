@@ -45,7 +45,6 @@ class RankValue:
     """One rank's value, as a floor is compared with: the low end of its interval, where it has one."""
 
     value: float
-    rank: int
     place: str
     run: int
     """Which source, counted from 1."""
@@ -131,7 +130,7 @@ def _numbers(run: int, journal: Journal, judged: JudgedMetric) -> Iterator[RankV
         low = judged.intervals[rank][0] if rank in judged.intervals else value
         place = journal.place(rank)
         where = f"rank {rank}" + (f" ({place.host})" if place is not None and place.host else "")
-        yield RankValue(value=low if math.isnan(low) else min(value, low), rank=rank, place=where, run=run)
+        yield RankValue(value=low if math.isnan(low) else min(value, low), place=where, run=run)
 
 
 def _rates(journal: Journal) -> Iterator[JudgedMetric]:
@@ -189,55 +188,44 @@ class Proposal:
     below: tuple[RankValue, ...] = ()
     peak: float | None = None
     """Data sheet peak, where the metric has one."""
-    is_peak: bool = False
-    """The peak caps the floor."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoFloor:
-    """No floor is proposed, and why."""
-
-    series: Series
-    why: str
-
-
-def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = None) -> Proposal | NoFloor:
+def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = None) -> Proposal:
     """Return the floor for a series: median - spreads * spread, rounded down, and never above the data sheet peak.
 
     The spread is the largest of: the deviation between ranks of all runs, the deviation between the samples of a value
     (the median over all values), both 1.4826 times their median absolute deviation; and 1 % of the median.
 
-    There is no floor where it would be looser than the limit in force, with too few values, and where it would not be
-    above zero.
-
     Args:
         series: of accepted runs.
         spreads: how many spreads below the median, above 0.
         peak: of the data sheet, in the metric's unit, where the metric has one.
+
+    Raises:
+        ThresholdsError: there is no floor: it would be looser than the limit in force, there are too few values, or it
+            would not be above zero.
     """
     numbers = [number.value for number in series.numbers]
     if len(numbers) < LEAST_NUMBERS:
-        return NoFloor(series=series, why=f"{plural(len(numbers), 'value')}, and at least {LEAST_NUMBERS} are needed")
+        raise ThresholdsError(f"{plural(len(numbers), 'value')}, and at least {LEAST_NUMBERS} are needed")
     if not all(math.isfinite(value) and value >= 0 for value in numbers):
-        return NoFloor(series=series, why="a value is no finite number")
+        raise ThresholdsError("a value is no finite number")
     median = stats.median(numbers)
     scatters = [_NORMAL * stats.mad(each) for each in series.samples if len(each) >= LEAST_NUMBERS]
     of_samples = stats.median(scatters) if scatters else 0.0
     if not math.isfinite(of_samples):
-        return NoFloor(series=series, why="a sample is no finite number")
+        raise ThresholdsError("a sample is no finite number")
     spread = max(_NORMAL * stats.mad(numbers), of_samples, LEAST_SPREAD * median)
     wanted = median - spreads * spread
     if not wanted > 0:
-        return NoFloor(
-            series=series, why=f"{spreads:g} spreads of {spread:.3g} leave nothing of the median {median:.4g}"
-        )
+        raise ThresholdsError(f"{spreads:g} spreads of {spread:.3g} leave nothing of the median {median:.4g}")
     floor = rounded_down(wanted if peak is None else min(wanted, peak))
     in_force = max((limit.min for limit in series.limits if limit.min is not None), default=None)
     if in_force is not None and floor <= in_force:
-        return NoFloor(series=series, why=f"{floor:g} {series.unit} would not be more than the limit in force")
+        raise ThresholdsError(f"{floor:g} {series.unit} would not be more than the limit in force")
     most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
     if most is not None and floor > most:
-        return NoFloor(series=series, why=f"{floor:g} {series.unit} would be more than the limit in force allows")
+        raise ThresholdsError(f"{floor:g} {series.unit} would be more than the limit in force allows")
     return Proposal(
         series=series,
         floor=floor,
@@ -246,7 +234,6 @@ def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = No
         spreads=spreads,
         below=tuple(sorted((n for n in series.numbers if n.value < floor), key=lambda number: number.value)),
         peak=peak,
-        is_peak=peak is not None and wanted > peak,
     )
 
 
@@ -277,13 +264,12 @@ _FAR_BELOW = 0.05
 def overlay(
     sku: str,
     proposals: Sequence[Proposal],
-    without_floor: Sequence[NoFloor],
+    without_floor: Sequence[tuple[Series, str]],
     sources: Sequence[Source],
     *,
     recorded: Sequence[Series] = (),
     at: str,
     version: str,
-    spreads: float,
     shipped: str,
 ) -> str:
     """Return the text of a YAML file that ``judge.loader.load`` reads.
@@ -296,10 +282,9 @@ def overlay(
         recorded: series that were recorded only, and stay so.
         at: time of creation, ISO 8601.
         version: of this package.
-        spreads: below the median.
         shipped: the SHA-256 of the shipped limits: others that were in force are named, since a run takes one file.
     """
-    lines = [_HEAD.rstrip("\n")]
+    lines, spreads = [_HEAD.rstrip("\n")], proposals[0].spreads
     lines.append(f"# Made {_comment(at)} by pytest-gpucluster {version} of accepted runs of {_comment(sku)}:")
     for run, source in enumerate(sources, start=1):
         about = source.journal.run
@@ -331,12 +316,12 @@ def overlay(
         lines.append(f"      {metric}:")
         for proposal in of_metric:
             lines += _entry(proposal, sources)
-        for other in (*(one.series for one in without_floor), *recorded):
+        for other in (*(one for one, _ in without_floor), *recorded):
             if other.metric == metric and any(_applies_to(proposal, other) for proposal in of_metric):
                 lines += _unchanged(other)
     if without_floor:
         lines += ["", "# No floor is proposed for:"]
-        lines += [f"#   {name_of(one.series)}: {_comment(one.why)}" for one in without_floor]
+        lines += [f"#   {name_of(one)}: {_comment(why)}" for one, why in without_floor]
     return "\n".join(lines) + "\n"
 
 
@@ -378,7 +363,6 @@ def _entry(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
     comments = [
         f"{count}: median {median}, spread {spread}, lowest {low} on {lowest.place} in run {lowest.run}",
         f"replaces {', '.join(replaced)}" if replaced else "",
-        "capped at the data sheet peak" if proposal.is_peak else "",
         f"BELOW IT, although accepted; check before use: {some_of(below, separator='; ')}" if below else "",
     ]
     about = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pytest_gpucluster.analysis.certificate_blockers import blockers
 from pytest_gpucluster.analysis.output import fields_of
 from pytest_gpucluster.errors import CertificateError, JournalError, LaunchError
 from pytest_gpucluster.journal.journal import Journal, read
-from pytest_gpucluster.journal.records import RankPlace
+from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.metrics import codec
@@ -375,14 +375,14 @@ def _contradictions(certificate: Certificate) -> Iterator[str]:
         yield "two of its GPUs have the same UUID"
 
 
-def journal_digest(path: Path) -> tuple[str, Journal]:
-    """Return the SHA-256 of a journal's file, and the journal: both of the same bytes.
+def journal_digest(path: Path, slim: Callable[[TestResult], TestResult] | None = None) -> tuple[str, Journal]:
+    """Return the SHA-256 of a journal's file, and the journal: both of the same bytes. ``slim`` as ``journal.read``.
 
     Raises:
         JournalError: it cannot be read, or changes while it is.
     """
     before = _sha256(path)
-    journal = read(path)
+    journal = read(path, slim=slim)
     if _sha256(path) != before:
         raise JournalError(f"{path}: it is being written; wait until its run has ended")
     return before, journal

@@ -60,23 +60,6 @@ def differences(old: Certificate, new: Certificate) -> tuple[Difference, ...]:
     )
 
 
-def judging_differences(old: Certificate, new: Certificate) -> tuple[str, ...]:
-    """Return the differences in limits, versions and acceptance. They are no change of the cluster."""
-    states = [
-        {
-            "SKU": one.content.limits.get("sku"),
-            "GPU": one.content.limits.get("gpu_name"),
-            "pytest-gpucluster": one.content.run.get("plugin_version"),
-            "state": "accepted" if one.is_accepted else "NOT accepted",
-        }
-        for one in (old, new)
-    ]
-    lines = [f"{what}: {was} -> {states[1][what]}" for what, was in states[0].items() if was != states[1][what]]
-    if old.content.limits.get("files") != new.content.limits.get("files"):
-        lines.append("the files of limits differ")
-    return tuple(lines)
-
-
 def _versions(certificate: Certificate) -> dict[str, Mapping[str, str]]:
     """Return node -> its versions. Containers may share a host name: then the name has the node's number."""
     nodes = certificate.content.nodes

@@ -19,21 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pytest_gpucluster.analysis.run_view import (
-    OF_A_SEARCH,
-    STATES,
-    Estimate,
-    Key,
-    Match,
-    RunView,
-    estimate_of,
-    key_of,
-    match,
-    metric_obstacles,
-    notes,
-    obstacles,
-    scope_of,
-)
+from pytest_gpucluster.analysis import run_view
+from pytest_gpucluster.analysis.run_view import Estimate, Key, Match, RunView, estimate_of, key_of, match, scope_of
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.judge.judged import JudgedMetric
@@ -214,7 +201,7 @@ def _requested(key: Key) -> Key:
 
 def found_labels(metric: str) -> tuple[str, ...]:
     """Return the labels of a metric for what was found, not for what was requested."""
-    return (*FOUND_LABELS, *_FOUND_BY_A_SEARCH) if metric.endswith(OF_A_SEARCH) else FOUND_LABELS
+    return (*FOUND_LABELS, *_FOUND_BY_A_SEARCH) if metric.endswith(run_view.OF_A_SEARCH) else FOUND_LABELS
 
 
 def _change(before: JudgedMetric, now: JudgedMetric, test: TestResult, terms: Terms) -> Change:
@@ -282,7 +269,7 @@ def _one_sided(judged: JudgedMetric, test: TestResult, when: str) -> Change:
 
 
 def _decides(judged: JudgedMetric) -> bool:
-    return is_better_higher(judged) is not None and judged.metric not in STATES and judged.status != "recorded"
+    return is_better_higher(judged) is not None and judged.metric not in run_view.STATES and judged.status != "recorded"
 
 
 REGRESSION = "REGRESSION"
@@ -343,7 +330,7 @@ def terms_of(old: RunView, new: RunView, *, allowed: float) -> Terms:
     """Return the rules for comparing two runs."""
     return Terms(
         allowed=allowed,
-        obstacle_of=metric_obstacles(old.conditions, new.conditions),
+        obstacle_of=run_view.metric_obstacles(old.conditions, new.conditions),
         of_gpu=match(old.conditions.places, new.conditions.places),
         of_slot=match(old.conditions.places, new.conditions.places, by_gpu=False),
         new_ranks=new.conditions.places,
@@ -359,7 +346,7 @@ def compare_runs(old: RunView, new: RunView, *, allowed: float = ALLOWED_RATIO, 
         allowed: the ratio by which a value may be worse than before.
         partial: metrics of one run only are reported, and do not change the answer.
     """
-    stop = tuple(obstacles(old.conditions, new.conditions))
+    stop = tuple(run_view.obstacles(old.conditions, new.conditions))
     changes: list[Change] = []
     if not stop:
         terms = terms_of(old, new, allowed=allowed)
@@ -373,7 +360,7 @@ def compare_runs(old: RunView, new: RunView, *, allowed: float = ALLOWED_RATIO, 
         allowed=allowed,
         partial=partial,
         obstacles=stop,
-        notes=() if stop else tuple(notes(old.conditions, new.conditions)),
+        notes=() if stop else tuple(run_view.notes(old.conditions, new.conditions)),
         changes=tuple(sorted(changes, key=lambda change: (not change.decides, *change.worst.badness))),
     )
 

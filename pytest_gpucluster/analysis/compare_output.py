@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from pytest_gpucluster.analysis import compare
 from pytest_gpucluster.analysis.output import Block, Rows, json_document
+from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.reports.summary import is_better_higher
-from pytest_gpucluster.reports.tables import metric_name, percent, quantity
+from pytest_gpucluster.reports.tables import metric_name, percent, quantity, rank_name
 from pytest_gpucluster.text import heads
-
-NameOf = Callable[[int], str]
 
 _ROWS = 40
 _RANKS = 4
@@ -21,14 +20,14 @@ _HEADS = heads("kind, change, before, now", right="change, before, now")
 
 
 def comparison_blocks(
-    comparison: compare.Comparison, *, old_name: NameOf, new_name: NameOf, everything: bool = False
+    comparison: compare.Comparison, old: Journal, new: Journal, *, everything: bool = False
 ) -> Iterator[Block]:
     """Yield the answer, the differences between the runs, and a row for each relevant change, or for all changes.
 
     Args:
         comparison: of two runs.
-        old_name: rank -> its name before.
-        new_name: rank -> its name now.
+        old: the journal before, which names its ranks.
+        new: the journal now.
         everything: include changes that are the same, within noise, or decide nothing.
     """
     yield answer_text(comparison)
@@ -39,7 +38,7 @@ def comparison_blocks(
     rows = relevant if everything else relevant[:_ROWS]
     if rows:
         yield ""
-        cells = [(_cells(change), list(_details(change, old_name, new_name))) for change in rows]
+        cells = [(_cells(change), list(_details(change, old, new))) for change in rows]
         yield Rows(caption="Changes, the worst first", heads=_HEADS, rows=cells)
     hidden = len(comparison.changes) - len(rows)
     if hidden:
@@ -93,7 +92,7 @@ def _cells(change: compare.Change) -> tuple[str, str, str, str]:
     return (kind, "", "", "") if quantities is None else (kind, change_text(change.worst.change_ratio), *quantities)
 
 
-def _details(change: compare.Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
+def _details(change: compare.Change, old: Journal, new: Journal) -> Iterator[str]:
     yield change.test.name if change.judged is None else f"{change.test.name}: {metric_name(change.judged)}"
     if change.note:
         yield change.note
@@ -102,17 +101,17 @@ def _details(change: compare.Change, old_name: NameOf, new_name: NameOf) -> Iter
     for number, pair in enumerate(listed):
         # The values of the first pair are in the row above.
         details = pair_text(pair, change.unit) if number else pair.why
-        text = ": ".join(filter(None, (_name(pair, old_name, new_name), details)))
+        text = ": ".join(filter(None, (_name(pair, old, new), details)))
         if text:
             yield text
     if len(same_kind) > len(listed):
         yield f"and {len(same_kind) - len(listed)} more, {len(same_kind)} of {len(change.pairs)} in all"
 
 
-def _name(pair: compare.Pair, old_name: NameOf, new_name: NameOf) -> str:
+def _name(pair: compare.Pair, old: Journal, new: Journal) -> str:
     if pair.rank is not None:
-        return new_name(pair.rank)
-    return f"{old_name(pair.old_rank)} before" if pair.old_rank is not None else ""
+        return rank_name(new, pair.rank)
+    return f"{rank_name(old, pair.old_rank)} before" if pair.old_rank is not None else ""
 
 
 def _count(results: int) -> str:

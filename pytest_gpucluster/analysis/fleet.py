@@ -11,6 +11,7 @@ inside a run.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,8 +27,9 @@ from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
+from pytest_gpucluster.metrics.units import show_apart
 from pytest_gpucluster.reports.summary import Row, is_better_higher, outline, short_name
-from pytest_gpucluster.reports.tables import metric_name, percent, quantity, rank_name
+from pytest_gpucluster.reports.tables import metric_name, percent, rank_name
 from pytest_gpucluster.text import Column, clean, heads, one_line, plural, printable, shortened, some_of
 
 
@@ -89,14 +91,15 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[NodeRun], list[tuple[str, str
     return list(runs.values()), list(unreadable.values())
 
 
+def mixed(runs: Iterable[NodeRun]) -> str:
+    """Return why these runs cannot be compared, or an empty text."""
+    kinds = sorted({f"a {KIND_NAMES[run.journal.run.kind]}" for run in runs})
+    return f"{' and '.join(kinds)} cannot be compared" if len(kinds) > 1 else ""
+
+
 def journals_below(place: Path) -> list[Path]:
     """Return every journal in a folder and below it, each once; links such as ``latest`` are not followed."""
-    found = []
-    for path in place.rglob(JOURNAL_FILE):
-        inside = path.relative_to(place).parts[:-1]
-        if not any(place.joinpath(*inside[: depth + 1]).is_symlink() for depth in range(len(inside))):
-            found.append(path)
-    return sorted(found)
+    return sorted(Path(folder, JOURNAL_FILE) for folder, _, files in os.walk(place) if JOURNAL_FILE in files)
 
 
 BEHIND_RATIO = 0.03
@@ -123,14 +126,8 @@ class Outlier:
     """Share by which it is worse than the median."""
     why: str
 
-    @property
-    def value(self) -> float:
-        return self.judged.values[self.rank]
-
     def __str__(self) -> str:
-        unit = self.judged.unit
-        value = quantity(self.value, unit, compared_with=self.median)
-        middle = quantity(self.median, unit, compared_with=self.value)
+        value, middle = show_apart(self.judged.values[self.rank], self.median, self.judged.unit)
         metric = metric_name(self.judged)
         return f"{self.test}: {metric} {value}, the fleet's median is {middle} ({percent(-self.behind)}): {self.why}"
 
@@ -258,12 +255,6 @@ class Fleet:
     def is_good(self) -> bool | None:
         """Whether every node is good; None if none is to be drained, but one gave no answer."""
         return False if self.drained else None if self.without_answer else True
-
-    @property
-    def mixed(self) -> str:
-        """Return why these runs cannot be compared as a fleet, or an empty text."""
-        kinds = sorted({f"a {KIND_NAMES[node.journal.run.kind]}" for node in self.nodes})
-        return f"{' and '.join(kinds)} cannot be compared" if len(kinds) > 1 else ""
 
     @property
     def notes(self) -> Iterator[str]:

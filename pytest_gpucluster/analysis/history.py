@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_gpucluster.analysis.fleet import NodeRun
-from pytest_gpucluster.analysis.output import Block, Rows, as_page
-from pytest_gpucluster.journal.records import KIND_NAMES
+from pytest_gpucluster.analysis.output import Block, Rows
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.charts.plots import Level, Line, line_chart, ratios_to_median
 from pytest_gpucluster.reports.failures import BROKEN, FAILED, UNKNOWN, cluster_map
@@ -66,12 +65,6 @@ class History:
         return [gpu for gpu in self.gpus if gpu.failures >= REPEATED]
 
     @property
-    def mixed(self) -> str:
-        """Return why these runs are no history, or an empty text."""
-        kinds = sorted({f"a {KIND_NAMES[run.journal.run.kind]}" for run in self.runs})
-        return f"{' and '.join(kinds)} cannot be compared" if len(kinds) > 1 else ""
-
-    @property
     def summary(self) -> str:
         """Return how many GPUs failed repeatedly, in one line."""
         once = sum(gpu.failures == 1 for gpu in self.gpus)
@@ -122,12 +115,6 @@ def history_blocks(found: History) -> Iterator[Block]:
     yield ""
     yield f"runs, the oldest first: {FAILED} failed, {BROKEN} broken, . OK, {UNKNOWN} not measured, ~ all failed alike"
     yield found.summary
-
-
-def history_page(found: History) -> str:
-    """Return the history as an HTML document, with the rows of all GPUs and the chart."""
-    heading = marked("History", found.runs[0].journal.run.kind)
-    return as_page(heading, history_blocks(found), is_good=found.is_good, reasons=[found.summary])
 
 
 def _cells(gpu: GpuHistory) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import combinations, pairwise
 from typing import Any
 
-from pytest_gpucluster.analysis.merge_sources import Line, Source, changes, differences, renumber, slot, time_of
+from pytest_gpucluster.analysis.merge_sources import Line, Source, changes, differences, renumber, slot
+from pytest_gpucluster.analysis.output import fields_of
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
 from pytest_gpucluster.journal.records import OUTCOMES, TestResult, failed_before
@@ -117,9 +118,8 @@ def merge_journals(sources: Sequence[Source]) -> MergedJournal:
         if same or earlier.sha256 == later.sha256:
             raise OptionError(f"{earlier.path} and {later.path} are the same run; give each run once")
     for earlier, later in pairwise(sources):
-        one, other = earlier.journal.run, later.journal.run
-        began, next_began = time_of(one.started_at), time_of(other.started_at)
-        if began is None or next_began is None or began > next_began:
+        if earlier.began > later.began:
+            one, other = earlier.journal.run, later.journal.run
             raise OptionError(
                 f"{earlier.path} is named before {later.path}, but {other.title} began before {one.title}: name the "
                 "runs in the order in which they ran. If that is their order, a clock went back between them"
@@ -224,7 +224,15 @@ class MergedJournal:
             "junit": {**(first.get("junit") or {}), "path": None},
             "selection": not any(source.is_whole for source in self.sources),
             "options": {**(first.get("options") or {}), **demanded},
-            "merged_from": [asdict(source.origin) for source in self.sources],
+            "merged_from": [
+                {
+                    "journal": str(source.path),
+                    "sha256": source.sha256,
+                    **fields_of(source.journal.run, "run_id", "started_at"),
+                    **fields_of(source.journal, "verdict", "exit"),
+                }
+                for source in self.sources
+            ],
         }
         if self.ranks:
             clusters = [source.journal.cluster for source in self.sources if source.journal.cluster is not None]
@@ -248,8 +256,6 @@ class MergedJournal:
             text = f"{journal.run.title}: {journal.verdict}, exit code {journal.exit}: {journal.reason}"
             yield {"name": f"merged run {number}", "value": first_line(text, 400)}
             yield {"name": f"merged run {number} sha256", "value": source.sha256}
-        for number, text in enumerate(changes(self.sources), start=1):
-            yield {"name": f"merged with {number}", "value": first_line(text, 1000)}
 
     def _of_test(self, attempts: Sequence[Attempt]) -> Iterator[Line]:
         source = decisive_attempt(attempts).source

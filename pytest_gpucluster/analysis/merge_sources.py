@@ -17,7 +17,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, read
-from pytest_gpucluster.journal.records import KIND_NAMES, MergedFrom
+from pytest_gpucluster.journal.records import KIND_NAMES
 from pytest_gpucluster.text import some_of
 
 Line = Mapping[str, Any]
@@ -33,6 +33,7 @@ class Source:
     """Each line: its type, its test, and its bytes. Parsed lines of a thousand ranks would be large."""
     journal: Journal
     """Without samples."""
+    began: datetime
 
     @property
     def nodeids(self) -> Iterator[str]:
@@ -47,19 +48,6 @@ class Source:
         """Return whether this run is of the whole suite, and collected all of it."""
         run, problems = self.journal.run, {problem.name for problem in self.journal.problems}
         return not run.selection and self.journal.collected is not None and not problems & {"collection", "usage"}
-
-    @property
-    def origin(self) -> MergedFrom:
-        """Return what the merged journal states of this run."""
-        run = self.journal.run
-        return MergedFrom(
-            journal=str(self.path),
-            sha256=self.sha256,
-            run_id=run.run_id,
-            started_at=run.started_at,
-            verdict=self.journal.verdict,
-            exit=self.journal.exit,
-        )
 
     def of_type(self, kind: str, nodeid: str | None = None) -> list[Line]:
         """Return the lines of a type, or those that make up a test's result."""
@@ -94,12 +82,14 @@ def load_source(path: Path) -> Source:
         except (ValueError, RecursionError):  # `read` accepted the file, so this is its end: cut off or empty
             break
         written.append((str(line.get("type", "")), str(line.get("nodeid", "")), raw))
-    if time_of(journal.run.started_at) is None:
+    began = time_of(journal.run.started_at)
+    if began is None:
         raise JournalError(
             f"{path}: the start time in its first line is {journal.run.started_at!r:.40}, which is no time with a "
             "zone: without it the newest results are unknown"
         )
-    return Source(path=path, sha256=hashlib.sha256(content).hexdigest(), written=tuple(written), journal=journal)
+    digest = hashlib.sha256(content).hexdigest()
+    return Source(path=path, sha256=digest, written=tuple(written), journal=journal, began=began)
 
 
 def time_of(text: str) -> datetime | None:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from pytest_gpucluster import __version__
 from pytest_gpucluster.analysis import certificate
-from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
+from pytest_gpucluster.analysis.certificate_diff import differences
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import CertificateError
 from pytest_gpucluster.journal.journal import locate
@@ -138,20 +138,14 @@ def _diff(options: argparse.Namespace) -> int:
             )
     found = differences(old, new)
     for difference in found:
-        _print_entry(f"{difference.kind:<13}", f"{difference.where}: {difference.what}")
+        cli.print_paragraph(f"{difference.where}: {difference.what}", f"{difference.kind:<13} ")
     print(plural(len(found), "difference") if found else "the same parts")
-    for line in judging_differences(old, new):
-        _print_entry("note", f"judged differently: {line}")
     return cli.NEGATIVE if found else cli.DONE
 
 
 def _print_list(lines: Sequence[str], stream: TextIO | None = None) -> None:
     for line in lines:
-        _print_entry("-", line, stream)
-
-
-def _print_entry(label: str, text: str, stream: TextIO | None = None) -> None:
-    cli.print_paragraph(text, first=f"{label} ", rest=" " * (len(label) + 1), stream=stream)
+        cli.print_paragraph(line, "- ", stream)
 
 
 COMMAND = cli.Group(

@@ -149,16 +149,12 @@ def one_of(*options: Argument, required: bool = False) -> Argument:
 
 
 JOURNAL = argument("journal", JOURNAL_HELP, type=Path)
-JOURNALS = argument(
-    "paths", "a journal.jsonl, or a folder with journals below it", metavar="JOURNAL|DIR", type=Path, nargs="+"
-)
+JOURNALS = argument("paths", "a journal.jsonl, or a folder with some", metavar="JOURNAL|DIR", type=Path, nargs="+")
 JSON = option("--json FILE", "write the result as JSON; - for standard output")
 """For :func:`write_outputs`."""
 EXPECTED = option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
 HTML = option("--html FILE", "write the result as a page; - for standard output")
-THRESHOLDS = option(
-    "--thresholds FILE", "limits that override the shipped ones, as --gpucluster-thresholds", type=Path, action="append"
-)
+THRESHOLDS = option("--thresholds FILE", "limits that override the shipped ones", type=Path, action="append")
 
 
 def number(least: float = 1, most: float = 10**6, *, of: Callable[[str], float] = int) -> Callable[[str], int | float]:
@@ -343,6 +339,7 @@ def columns(least: int = 40) -> int:
     return max(least, shutil.get_terminal_size((80, 24)).columns)
 
 
-def print_paragraph(text: str, *, first: str = "", rest: str = "", stream: TextIO | None = None) -> None:
-    """Print text from any source, wrapped to the width of the terminal; ``first`` and ``rest`` begin its lines."""
+def print_paragraph(text: str, first: str = "", stream: TextIO | None = None) -> None:
+    """Print text from any source, wrapped to the width of the terminal, after ``first``."""
+    rest = " " * (len(first) + 2)
     print("\n".join(paragraph(one_line(text, 2000), columns(), first=first, rest=rest)), file=stream)

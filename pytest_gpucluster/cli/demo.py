@@ -18,15 +18,7 @@ from pathlib import Path
 
 from pytest_gpucluster import files
 from pytest_gpucluster.cli import command as cli
-from pytest_gpucluster.cli.run import (
-    AGENT,
-    FORWARDED,
-    SignalForwarder,
-    print_line,
-    print_next,
-    read_notes,
-    run_exit_codes,
-)
+from pytest_gpucluster.cli import run
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.records import SIMULATED
 from pytest_gpucluster.journal.verdict import VARIABLE
@@ -84,7 +76,7 @@ def _fault() -> cli.Argument:
         gpucluster demo 2x4xH100 --fault dead-rail:gpu-00/mlx5_1 -- -k nccl
         gpucluster demo 1x2xH100 --all
         """,
-    codes=run_exit_codes(
+    codes=run.run_exit_codes(
         {
             2: "also wrong usage of this command",
             4: "also an unknown shape, fault or place",
@@ -118,12 +110,13 @@ def _demo(options: argparse.Namespace) -> int:
         files.atomic_write(folder / DESCRIPTION, description(options, cluster.faults.all))
     ranks = cluster.nodes * cluster.gpus_per_node
     planted = ", ".join(map(str, cluster.faults.all)) or "no fault"
-    print_line(f"{plural(ranks, 'rank')} on {plural(cluster.nodes, 'simulated host')}, with {planted}; loading torch")
+    shape = f"{plural(ranks, 'rank')} on {plural(cluster.nodes, 'simulated host')}"
+    run.print_line(f"{shape}, with {planted}; loading torch")
     has_chosen = any(word[:2] in ("-k", "-m") or Path(word.partition("::")[0]).exists() for word in options.forwarded)
     is_short = not (options.all or has_chosen)
     free, needed = Tree().meminfo("MemAvailable"), ranks * (_SHORT_RANK_BYTES if is_short else _RANK_BYTES)
     if free is not None and free < needed:
-        print_line(
+        run.print_line(
             f"it takes up to {needed / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are free: if the system kills a "
             "rank, take fewer GPUs, or a part of the suite (such as -- -k nccl)"
         )
@@ -137,11 +130,11 @@ def _demo(options: argparse.Namespace) -> int:
         *(["-k", SHORT] if is_short else []),
         *options.forwarded,
     ]
-    forwarder = SignalForwarder()
+    forwarder = run.SignalForwarder()
     try:
         with (
             tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
-            handling(list(FORWARDED), forwarder.handle),
+            handling(list(run.FORWARDED), forwarder.handle),
             closing(ForkServer()) as server,
         ):
             folders = Path(name), folder
@@ -152,11 +145,11 @@ def _demo(options: argparse.Namespace) -> int:
         reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
         try:
             for line in culprit_lines(reports, cluster.faults.all) if options.narrate else ():
-                cli.print_paragraph(line, first=">> ", rest=" " * 7, stream=sys.stderr)
+                cli.print_paragraph(line, ">> ", sys.stderr)
         except (JournalError, OSError, ET.ParseError, KeyError) as error:
-            print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
-        print_next(directory, found.exit, SIMULATED)
-    print_line(found.line, is_fitted=True)
+            run.print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
+        run.print_next(directory, found.exit, SIMULATED)
+    run.print_line(found.line, is_fitted=True)
     return found.exit
 
 
@@ -176,7 +169,11 @@ def description(options: argparse.Namespace, faults: Sequence[Fault]) -> str:
 
 
 def _run_nodes(
-    server: ForkServer, forwarder: SignalForwarder, hosts: Sequence[str], folders: tuple[Path, Path], words: list[str]
+    server: ForkServer,
+    forwarder: run.SignalForwarder,
+    hosts: Sequence[str],
+    folders: tuple[Path, Path],
+    words: list[str],
 ) -> tuple[Conclusion, str]:
     """Run an agent of torchrun for each host to its end; return the conclusion, and the folder of the run or "".
 
@@ -189,7 +186,7 @@ def _run_nodes(
         folders: for the ranks' notes, and for the terminals of the other hosts.
         words: arguments of each agent.
     """
-    from pytest_gpucluster.runners.torchrun import AgentResult, conclude
+    from pytest_gpucluster.runners.torchrun import conclude
 
     token, agents, found, directory = f"gpucluster-demo-{os.getpid()}", list[Forked](), list[Conclusion](), ""
     if forwarder.signals:  # while torch was loaded
@@ -201,26 +198,14 @@ def _run_nodes(
         for host, agent in zip(hosts, agents, strict=True):
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(_OTHERS_SECONDS if found else None)
-            code = agent.poll()
-            notes, of_journal = read_notes(folders[0] / host, agent.pid)
-            directory = directory or next((note.directory for note in [*notes, of_journal] if note), "")
-            found.append(
-                conclude(
-                    AgentResult.read(folders[0] / host),
-                    notes,
-                    of_journal,
-                    agent_code=-signal.SIGKILL if code is None else code,
-                    signals=forwarder.signals,
-                )
-            )
+            code = -signal.SIGKILL if (code := agent.poll()) is None else code
+            conclusion, note = run.conclude_node(folders[0] / host, agent.pid, code, forwarder.signals)
+            directory = directory or (note.directory if note is not None else "")
+            found.append(conclusion)
     finally:
         for pid in holders(token):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for host in hosts[1:]:
-            with suppress(OSError):
-                if not (terminal := folders[1] / f"{host}.txt").stat().st_size:
-                    terminal.unlink()
     # The first host has the verdict, but a pass needs one of each host.
     return next((one for one in found if one.exit), found[0]), directory
 
@@ -236,7 +221,7 @@ def _start(
     environ = {"OMP_NUM_THREADS": "1", **of_torch, **os.environ, VARIABLE: str(notes)}
     environ["GPUCLUSTER_HOSTNAME"] = host
     environ["TMPDIR"] = str(folders[0])  # what a rank that was killed has left goes with it
-    program = [sys.executable, "-m", AGENT, f"--node-rank={rank}", *words]
+    program = [sys.executable, "-m", run.AGENT, f"--node-rank={rank}", *words]
     if rank == 0:
         return server.start(program, cwd=Path.cwd(), env=environ, output=1, errors=2, token=token)
     with terminal.open("wb") as file:

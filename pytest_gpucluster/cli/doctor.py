@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from pytest_gpucluster.launch.master_address import why_unknown
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.node import scheduler
 from pytest_gpucluster.node.host import read_node
-from pytest_gpucluster.node.processes import Output, run_program
+from pytest_gpucluster.node.processes import run_program
 from pytest_gpucluster.runners.hosts import Host, read_hosts, select_hosts
 from pytest_gpucluster.runners.plan import parse_per_node, require_unreserved
 from pytest_gpucluster.runners.sweep_kubernetes import CALL_SECONDS, client_version, parse_items
@@ -80,22 +80,8 @@ def _doctor(options: argparse.Namespace) -> int:
     return cli.NEGATIVE if any(one.kind != "note" for one, _ in found) else cli.DONE
 
 
-def collect(
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-    *,
-    run: Callable[..., Output] = run_program,
-    resolve: Callable[..., str | None] = why_unknown,
-    probe: Callable[[str, int], str] | None = None,
-) -> doctor_findings.Facts:
-    """Collect what :func:`doctor_findings.examine` needs.
-
-    Args:
-        options: of the command.
-        environ: the environment.
-        run: runs a program: the forecast, Slurm's, kubectl.
-        resolve: returns why a name does not resolve.
-        probe: as :func:`probe_port`.
+def collect(options: argparse.Namespace, environ: Mapping[str, str]) -> doctor_findings.Facts:
+    """Collect what :func:`doctor_findings.examine` needs, by the command's options and the environment.
 
     Raises:
         CommandError: wrong usage, also of torchrun or pytest; or the tests cannot be collected.
@@ -115,11 +101,11 @@ def collect(
     elif hosts:
         elsewhere = f"`gpucluster run --hosts {options.hosts} --check`; on a node `gpucluster doctor -- ...`"
     where = "elsewhere" if elsewhere else "here"
-    plan = _forecast(run, [str(nodes), str(ranks), where, *command_line(launch, words, environ)], environ)
+    plan = _forecast([str(nodes), str(ranks), where, *command_line(launch, words, environ)], environ)
     rendezvous = None
     if not elsewhere and (place := rendezvous_of(launch, environ, plan.nodes)) is not None:
-        unknown = resolve(place.host, may_come=in_pod)
-        answer = (probe or probe_port)(place.host, place.port) if unknown is None and place.port else ""
+        unknown = why_unknown(place.host, may_come=in_pod)
+        answer = probe_port(place.host, place.port) if unknown is None and place.port else ""
         rendezvous = replace(place, unknown=unknown, answer=answer)
     return doctor_findings.Facts(
         host=here,
@@ -127,11 +113,11 @@ def collect(
         limits=cli.load_limits([Path(plan.thresholds)] if plan.thresholds else []),
         elsewhere=elsewhere,
         rendezvous=rendezvous,
-        unknown_names={one.name: why for one in hosts if (why := resolve(one.address)) is not None},
+        unknown_names={one.name: why for one in hosts if (why := why_unknown(one.address)) is not None},
         node=None if elsewhere else read_node(host=here, ranks=plan.ranks_per_node),
         in_pod=in_pod,
-        slurm=_slurm(run, options.partition, environ) if options.slurm or in_job else None,
-        kubernetes=_kubernetes(run, options.namespace, options.selector) if options.kubernetes else None,
+        slurm=_slurm(options.partition, environ) if options.slurm or in_job else None,
+        kubernetes=_kubernetes(options.namespace, options.selector) if options.kubernetes else None,
     )
 
 
@@ -168,13 +154,11 @@ def _over_ssh(
     return hosts, launch, list(forwarded)
 
 
-def _forecast(
-    run: Callable[..., Output], arguments: Sequence[str], environ: Mapping[str, str]
-) -> doctor_findings.Forecast:
+def _forecast(arguments: Sequence[str], environ: Mapping[str, str]) -> doctor_findings.Forecast:
     with tempfile.TemporaryDirectory(prefix="gpucluster-doctor-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "forecast.json"
         program = [sys.executable, "-m", _FORECAST, str(file), *arguments]
-        output = run(program, _FORECAST_SECONDS, environ={**environ, VARIABLE: folder})
+        output = run_program(program, _FORECAST_SECONDS, environ={**environ, VARIABLE: folder})
         if output.code == 0 and file.exists():
             return codec.read(doctor_findings.Forecast, json.loads(file.read_bytes()), "the forecast")
     text = "\n".join(line for line in (output.errors or output.text).splitlines() if line.strip())
@@ -203,7 +187,7 @@ def probe_port(host: str, port: int) -> str:
         return "silent"
 
 
-def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[str, str]) -> doctor_findings.SlurmFacts:
+def _slurm(partition: str | None, environ: Mapping[str, str]) -> doctor_findings.SlurmFacts:
     if why := scheduler.why_unavailable():
         return doctor_findings.SlurmFacts(why_not=why)
     try:
@@ -212,8 +196,8 @@ def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[s
     except EnvironmentBroken as error:
         return doctor_findings.SlurmFacts(why_not=str(error))
     which = of_job or (["--partition", partition] if partition else [])
-    shown = run(["scontrol", "show", "config"], scheduler.ANSWER_SECONDS)
-    listed = run(["sinfo", "--noheader", "--Node", *which, "--format", "%N|%G"], scheduler.ANSWER_SECONDS)
+    shown = run_program(["scontrol", "show", "config"], scheduler.ANSWER_SECONDS)
+    listed = run_program(["sinfo", "--noheader", "--Node", *which, "--format", "%N|%G"], scheduler.ANSWER_SECONDS)
     if why := shown.why_not or listed.why_not:
         return doctor_findings.SlurmFacts(why_not=why)
     pairs = (line.partition("=") for line in shown.text.splitlines())
@@ -224,16 +208,16 @@ def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[s
     )
 
 
-def _kubernetes(
-    run: Callable[..., Output], namespace: str | None, selector: str | None
-) -> doctor_findings.KubernetesFacts:
+def _kubernetes(namespace: str | None, selector: str | None) -> doctor_findings.KubernetesFacts:
     own = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
-    client = run([*own, "version", "--client", "--output=json"], CALL_SECONDS)
+    client = run_program([*own, "version", "--client", "--output=json"], CALL_SECONDS)
     if client.why_not:
         return doctor_findings.KubernetesFacts(version="", why_not=client.why_not)
-    rights = {right: run([*own, "auth", "can-i", *right.split()], CALL_SECONDS).text.strip() for right in _RIGHTS}
+    rights = {
+        right: run_program([*own, "auth", "can-i", *right.split()], CALL_SECONDS).text.strip() for right in _RIGHTS
+    }
     which = [f"--selector={selector}"] if selector else []
-    listed = run([*own, "get", "nodes", *which, "--output=json"], CALL_SECONDS)
+    listed = run_program([*own, "get", "nodes", *which, "--output=json"], CALL_SECONDS)
     return doctor_findings.KubernetesFacts(
         version=client_version(client.text),
         denied=[right for right, answer in rights.items() if answer != "yes"],

@@ -50,12 +50,7 @@ def _sha256(text: str) -> str:
 
 _ROW_OPTIONS = (
     cli.option("--sha256 HEX", "required digest of the file of rows", type=_sha256),
-    cli.option(
-        "--held-out PART",
-        "the part of the conversations to hold out",
-        type=cli.quantity("ratio", 0.0001, 0.9999),
-        default="2%",
-    ),
+    cli.option("--held-out PART", "share to hold out", type=cli.quantity("ratio", 0.0001, 0.9999), default="2%"),
     cli.option("--seed N", "selects the held-out ones", type=int, default=0),
     cli.option(
         "--rendering HOW",

@@ -12,12 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote, read_begin_note, read_exit_notes
+from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote
 from pytest_gpucluster.launch.forks import Forked
 from pytest_gpucluster.text import one_line, printable
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.runners.run_result import Conclusion
 
 
 def run_exit_codes(more: Mapping[int, str]) -> dict[int, str]:
@@ -76,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.launch.master_address import why_unknown
     from pytest_gpucluster.runners.ssh_job import handling
-    from pytest_gpucluster.runners.torchrun import AgentResult, command_line, conclude, rendezvous_host
+    from pytest_gpucluster.runners.torchrun import command_line, rendezvous_host
 
     arguments = command_line(options.for_torchrun, options.forwarded, os.environ)
     place = rendezvous_host(options.for_torchrun, os.environ)
@@ -85,7 +90,6 @@ def _run(options: argparse.Namespace) -> int:
     if place is not None and why is not None:
         raise cli.CommandError(cli.USAGE, f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}")
     with tempfile.TemporaryDirectory(prefix="gpucluster-run-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
         forwarder = SignalForwarder()
         with handling(list(FORWARDED), forwarder.handle):
             agent = subprocess.Popen(
@@ -96,9 +100,7 @@ def _run(options: argparse.Namespace) -> int:
             )
             forwarder.add(agent)
             code = agent.wait()
-            notes, journal_note = read_notes(folder, agent.pid)
-        found = conclude(AgentResult.read(folder), notes, journal_note, agent_code=code, signals=forwarder.signals)
-    note = next((note for note in [*notes, journal_note] if note is not None), None)
+            found, note = conclude_node(Path(name), agent.pid, code, forwarder.signals)
     if note is not None:
         print_next(note.directory, found.exit, note.kind)
     print_line(found.line, is_fitted=True)
@@ -140,13 +142,29 @@ class SignalForwarder:
             agent.send_signal(passed)
 
 
-def read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNote | None]:
+def conclude_node(folder: Path, launcher: int, code: int, signals: Sequence[int]) -> tuple[Conclusion, ExitNote | None]:
+    """Return the conclusion of one node's torchrun, and the note of its first rank, or the journal's in place of it.
+
+    Args:
+        folder: of the notes.
+        launcher: torchrun's process id; ``code``: its exit code, negative for a signal.
+        signals: that this command has received.
+    """
+    from pytest_gpucluster.runners.torchrun import FILE_NAME, AgentResult, conclude
+
+    notes, of_journal = _read_notes(folder, launcher)
+    result = verdict.read_note(folder / FILE_NAME, AgentResult)
+    found = conclude(result, notes, of_journal, agent_code=code, signals=signals)
+    return found, next(iter(notes), of_journal)
+
+
+def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNote | None]:
     """Return the notes of this node's ranks, and the journal's verdict if rank 0 was here and left no note."""
     from pytest_gpucluster.journal.journal import JOURNAL_FILE, read
     from pytest_gpucluster.reports.recorder.client import wait_for_end
 
-    notes = read_exit_notes(folder, launcher)
-    begun = read_begin_note(folder, launcher)
+    notes = verdict.read_exit_notes(folder, launcher)
+    begun = verdict.read_begin_note(folder, launcher)
     if begun is None or any(note.rank == 0 for note in notes):
         return notes, None
     wait_for_end(begun.recorder, _RECORDER_SECONDS)

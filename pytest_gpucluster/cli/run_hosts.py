@@ -9,11 +9,10 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pytest_gpucluster import __version__, files
+from pytest_gpucluster import files
 from pytest_gpucluster.cli import command as cli
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import OptionError
@@ -29,7 +28,7 @@ from pytest_gpucluster.runners.plan import (
     random_port,
     require_unreserved,
 )
-from pytest_gpucluster.runners.preflight import NodeCheck, check_nodes, preflight_table, readiness_text
+from pytest_gpucluster.runners.preflight import check_nodes, preflight_table, readiness_text
 from pytest_gpucluster.runners.run_result import read_result
 from pytest_gpucluster.runners.ssh import Access, query_nodes, require_ssh
 from pytest_gpucluster.runners.ssh_job import RemoteRun, Signals, conclude, handling
@@ -38,38 +37,22 @@ from pytest_gpucluster.text import printable
 NOT_READY, UNREACHABLE = 11, 12
 
 
-def access_arguments(name: str = "hosts") -> tuple[cli.Argument, ...]:
-    """Return the arguments that select nodes, and how they are reached."""
-    return (
-        lambda parser: setattr(
-            parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file"), "required", True
-        ),
-        cli.option("--nodes HOSTLIST", "only these of the file, such as 'gpu-[003,007]'"),
-        cli.option("--exclude HOSTLIST", "not these; or the path of an exclude.txt"),
-        cli.option("--directory DIR", "the folder of the suite on the nodes (default: the path of this one)"),
-        cli.option(
-            "--node-report-dir DIR", "for the reports on the nodes, until they are copied", default="gpucluster-report"
-        ),
-        cli.option(
-            "--env NAME[=VALUE]",
-            "a variable for the nodes, in addition to GPUCLUSTER_* and PYTEST_ADDOPTS",
-            action="append",
-        ),
-        cli.option(
-            "--ssh OPTION", "an option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new", action="append"
-        ),
-        cli.option("--connect-within TIME", "deadline for connecting to a node", type=cli.seconds, default="10 s"),
-        cli.option("--answer-within TIME", "deadline for a node's first answer", type=cli.seconds, default="60 s"),
-    )
-
-
-def expect(*, required: bool = False) -> cli.Argument:
-    """Return ``--expect``."""
-    return cli.option("--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
+ACCESS = (
+    cli.option("--nodes HOSTLIST", "only these of the file, such as 'gpu-[003,007]'"),
+    cli.option("--exclude HOSTLIST", "not these; or the path of an exclude.txt"),
+    cli.option("--directory DIR", "the folder of the suite on the nodes (default: the path of this one)"),
+    cli.option("--node-report-dir DIR", "for reports on the nodes, until they are copied", default="gpucluster-report"),
+    cli.option("--env NAME[=VALUE]", "a variable for the nodes, next to GPUCLUSTER_*, PYTEST_ADDOPTS", action="append"),
+    cli.option("--ssh OPTION", "an option for every ssh, such as --ssh=-oProxyJump=bastion", action="append"),
+    cli.option("--connect-within TIME", "deadline for connecting to a node", type=cli.seconds, default="10 s"),
+    cli.option("--answer-within TIME", "deadline for a node's first answer", type=cli.seconds, default="60 s"),
+)
+"""Arguments that select nodes of a hosts file, and how they are reached."""
+EXPECT = "--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU"
 
 
 def select_nodes(options: argparse.Namespace) -> tuple[tuple[Host, ...], Access]:
-    """Return the nodes that the options of :func:`access_arguments` select, and how they are reached.
+    """Return the nodes that the options of ``ACCESS`` select, and how they are reached.
 
     Raises:
         OptionError: a wrong hosts file, list of nodes or variable.
@@ -101,14 +84,15 @@ def unique_run_id() -> str:
 
 @cli.command(
     cli.option("--check", "only check whether the nodes are ready"),
-    expect(),
+    cli.option(*EXPECT),
     cli.option("--nproc-per-node N", "ranks on each node (default: one per GPU)", type=cli.number(1, 1024)),
     cli.option("--master-addr ADDRESS", "rendezvous address (default: the first node's)"),
     cli.option("--port PORT", "rendezvous port on the first node (default: any)", type=cli.port_number, default=0),
     cli.option("--within TIME", "deadline for the run", type=cli.seconds, default="24 h"),
     cli.option("--report-dir DIR", "for the folder of each run, here", type=Path, default=Path("gpucluster-ssh")),
     cli.option("--python PATH", "python on the nodes (default: the path of this one)"),
-    *access_arguments("--hosts"),
+    cli.option("--hosts HOSTS", "the hosts file", type=Path, required=True),
+    *ACCESS,
     examples="""\
         gpucluster run --hosts hosts --check
         gpucluster run --hosts hosts --expect 8xH100 -- acceptance/
@@ -161,7 +145,19 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
         master=options.master_addr or hosts[0].address,
         port=options.port or random_port(),
     )
-    checks = _check(plan, signals)
+    requests = {
+        host.name: ssh.request(
+            "probe",
+            directory=access.directory,
+            report_dir=access.report_dir,
+            arguments=list(arguments),
+            master=plan.master,
+            port=plan.port if host is hosts[0] else None,
+        )
+        for host in hosts
+    }
+    replies = query_nodes(hosts, requests, access, stop=lambda: bool(signals.numbers))
+    checks = check_nodes(hosts, replies)
     if signals.numbers:
         raise cli.CommandError(cli.USAGE, f"interrupted ({signals.name}) before anything was started")
     states = {check.state for check in checks}
@@ -177,22 +173,6 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     if access.environ:
         show(f"forwarded to the nodes: {', '.join(sorted(access.environ))}", True)
     return _run_plan(plan, options, signals)
-
-
-def _check(plan: SshPlan, signals: Signals) -> Sequence[NodeCheck]:
-    requests = {
-        host.name: ssh.request(
-            "probe",
-            directory=plan.access.directory,
-            report_dir=plan.access.report_dir,
-            arguments=list(plan.arguments),
-            master=plan.master,
-            port=plan.port if host is plan.hosts[0] else None,
-        )
-        for host in plan.hosts
-    }
-    replies = query_nodes(plan.hosts, requests, plan.access, stop=lambda: bool(signals.numbers))
-    return check_nodes(plan.hosts, replies, __version__)
 
 
 def _run_plan(plan: SshPlan, options: argparse.Namespace, signals: Signals) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.analysis import compare, compare_output, crosscheck, run_view
-from pytest_gpucluster.analysis.fleet import drain_text, fleet, fleet_blocks, fleet_page, read_runs
-from pytest_gpucluster.analysis.history import history, history_blocks, history_page
+from pytest_gpucluster.analysis.fleet import drain_text, fleet, fleet_blocks, fleet_page, mixed, read_runs
+from pytest_gpucluster.analysis.history import history, history_blocks
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.nccl_tests import PROGRAMS, Output, read_table
@@ -24,7 +24,6 @@ from pytest_gpucluster.errors import LaunchError, OutputError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
 from pytest_gpucluster.journal.verdict import marked
-from pytest_gpucluster.reports.tables import rank_name
 from pytest_gpucluster.runners.hosts import expand_nodes
 from pytest_gpucluster.runners.run_result import conclusion
 from pytest_gpucluster.text import one_line, paragraph, printable
@@ -39,9 +38,7 @@ _CODES = {True: cli.DONE, False: cli.NEGATIVE, None: cli.UNDECIDED}
 @cli.command(
     cli.argument("old", "the baseline: a journal.jsonl, or the folder of a run", type=Path),
     cli.argument("new", "the run to compare with it", type=Path),
-    cli.option(
-        "--fail PERCENT", "how much worse a value may be, in percent of the baseline", type=cli.percentage, default="3%"
-    ),
+    cli.option("--fail PERCENT", "how much worse than the baseline a value may be", type=cli.percentage, default="3%"),
     cli.option("--partial", "values that only one run has are reported, but do not end with 5"),
     cli.option("--all", "show every metric, also unchanged ones"),
     cli.JSON,
@@ -74,14 +71,7 @@ def _compare(options: argparse.Namespace) -> int:
     is_good = {compare.REGRESSION: False, compare.NO_REGRESSION: True}.get(found.answer)
     code = _CODES[is_good]
     described = [_describe(old_path, old_journal), _describe(new_path, new_journal)]
-    blocks = list(
-        compare_output.comparison_blocks(
-            found,
-            old_name=lambda rank: rank_name(old_journal, rank),
-            new_name=lambda rank: rank_name(new_journal, rank),
-            everything=options.all,
-        )
-    )
+    blocks = list(compare_output.comparison_blocks(found, old_journal, new_journal, everything=options.all))
     heading = marked(found.answer, new_journal.run.kind)
     cli.write_outputs(
         lambda: "\n".join([*_head(described, cli.columns()), "", as_text(blocks, cli.columns())]),
@@ -174,9 +164,7 @@ def _merge(options: argparse.Namespace) -> int:
 @cli.command(
     cli.JOURNALS,
     cli.EXPECTED,
-    cli.option(
-        "--behind PERCENT", "how much worse than the fleet's median an outlier is", type=cli.percentage, default="3%"
-    ),
+    cli.option("--behind PERCENT", "how far an outlier is behind the median", type=cli.percentage, default="3%"),
     cli.option("--drain FILE", "write the nodes to drain; - for standard output"),
     cli.HTML,
     help="the runs of many nodes as one matrix: outliers, nodes to drain",
@@ -202,10 +190,10 @@ def _fleet(options: argparse.Namespace) -> int:
     runs, unreadable = read_runs(options.paths)
     cli.require_distinct([("--drain", options.drain), ("--html", options.html)], [run.path for run in runs])
     found = fleet(runs, expected=expected, unreadable=unreadable, behind=options.behind)
-    if found.mixed or not found.nodes:
-        return cli.complain(
-            found.mixed or "none of these runs was on one node alone; see gpucluster sweep", cli.UNDECIDED
-        )
+    why_not = mixed(node.run for node in found.nodes)
+    if why_not or not found.nodes:
+        why_not = why_not or "none of these runs was on one node alone; see gpucluster sweep"
+        return cli.complain(why_not, cli.UNDECIDED)
     drain_file = "FILE" if options.drain in (None, *cli.STDOUT) else shlex.quote(options.drain)
     try:
         cli.write_outputs(
@@ -242,10 +230,12 @@ def _history(options: argparse.Namespace) -> int:
     runs, unreadable = read_runs(options.paths)
     cli.require_distinct([("--html", options.html)], [run.path for run in runs])
     found = history(runs, unreadable=unreadable)
-    if found.mixed or not runs:
-        return cli.complain(found.mixed or f"no journal can be read: {unreadable[0][1]}", cli.UNDECIDED)
+    if (why_not := mixed(runs)) or not runs:
+        return cli.complain(why_not or f"no journal can be read: {unreadable[0][1]}", cli.UNDECIDED)
+    blocks, heading = list(history_blocks(found)), marked("History", runs[0].journal.run.kind)
     cli.write_outputs(
-        lambda: as_text(history_blocks(found), cli.columns()), ("--html", options.html, lambda: history_page(found))
+        lambda: as_text(blocks, cli.columns()),
+        ("--html", options.html, lambda: as_page(heading, blocks, is_good=found.is_good, reasons=[found.summary])),
     )
     return _CODES[found.is_good]
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster.cli import command as cli
-from pytest_gpucluster.cli.run_hosts import access_arguments, expect, select_nodes, unique_run_id
+from pytest_gpucluster.cli.run_hosts import ACCESS, EXPECT, select_nodes, unique_run_id
 from pytest_gpucluster.journal.verdict import EXIT_CODES
 from pytest_gpucluster.launch.suite import MODULE
 
@@ -36,22 +36,10 @@ _EXIT_CODES = {
 }
 _USAGE = "gpucluster sweep {} --expect GPUSxSKU [options] [-- PYTEST_ARGUMENTS]"
 _COMMON = (
-    expect(required=True),
-    cli.option(
-        "--alone-within TIME",
-        "deadline for a node's own run, after which it counts as no answer",
-        type=cli.seconds,
-        default="2 h",
-    ),
-    cli.option(
-        "--together-within TIME", "deadline for the joint run of the survivors", type=cli.seconds, default="4 h"
-    ),
-    cli.option(
-        "--min-nodes N",
-        "with fewer survivors there is no joint run, and the sweep is INCOMPLETE",
-        type=cli.number(2),
-        default=2,
-    ),
+    cli.option(*EXPECT, required=True),
+    cli.option("--alone-within TIME", "deadline for a node alone; then no answer", type=cli.seconds, default="2 h"),
+    cli.option("--together-within TIME", "deadline for the survivors' joint run", type=cli.seconds, default="4 h"),
+    cli.option("--min-nodes N", "fewest survivors for a joint run, else INCOMPLETE", type=cli.number(2), default=2),
     cli.option("--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep")),
     cli.option("--python PATH", "python on the nodes (default: this one; in pods: python)"),
     cli.option("--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=cli.port_number),
@@ -84,7 +72,8 @@ def _slurm(options: argparse.Namespace) -> int:
 
 @cli.command(
     *_COMMON,
-    *access_arguments(),
+    cli.argument("hosts", "the hosts file", type=Path),
+    *ACCESS,
     _at_once(256),
     help="over ssh, without a scheduler",
     usage=_USAGE.format("ssh HOSTS"),
@@ -114,11 +103,7 @@ def _ssh(options: argparse.Namespace) -> int:
         required=True,
     ),
     cli.option("--namespace NAME", "of the Jobs (default: kubectl's own)"),
-    cli.option(
-        "--pod-report-dir DIR",
-        "for the folder of each run, in the pod; on a volume the journals remain",
-        default="/tmp/gpucluster-report",
-    ),
+    cli.option("--pod-report-dir DIR", "for reports in the pod, maybe on a volume", default="/tmp/gpucluster-report"),
     help="with kubectl",
     usage=_USAGE.format("kubernetes"),
 )

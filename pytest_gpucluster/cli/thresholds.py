@@ -69,7 +69,6 @@ def _check(options: argparse.Namespace) -> int:
     shipped file it is a problem.
     """
     from pytest_gpucluster.judge import loader
-    from pytest_gpucluster.judge.limits import EVERY_SKU
 
     for plugin in options.plugin:
         _declare_metrics(plugin)
@@ -92,12 +91,8 @@ def _check(options: argparse.Namespace) -> int:
     if near and not others:
         print(plural(len(near), "problem"))
         return cli.NEGATIVE
-    own = [limit for limit in found.limits if limit.layer > 0] if others else list(found.limits)
-    skus = {limit.sku for limit in own} - {EVERY_SKU}
-    counted = "1 entry" if len(own) == 1 else f"{len(own)} entries"
-    named = plural(len(skus), "SKU") if skus else ""
-    every = EVERY_SKU if any(limit.sku == EVERY_SKU for limit in own) else ""
-    print(f"no problem: {counted} for {' and '.join(filter(None, (named, every))) or 'no SKU'}")
+    own = [limit for limit in found.limits if limit.layer > 0 or not others]
+    print(f"no problem: {plural(len(own), 'limit')}")
     return cli.DONE
 
 
@@ -116,7 +111,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     """
     from pytest_gpucluster.judge.loader import shipped_path
 
-    spreads, out = options.spreads, options.out
+    out = options.out
     paths = [locate(path) for path in options.journals]
     cli.require_distinct([("--out", out)], [*paths, shipped_path()], "a journal or the shipped limits")
     cli.require_new_file(out, force=options.force)
@@ -126,15 +121,17 @@ def _calibrate(options: argparse.Namespace) -> int:
         raise cli.CommandError(cli.NO_INPUT, "\n".join(problems))
     sku = str(sources[0].journal.sku)
     measured = calibration.series(sources)
-    found = [_floor(one, sku, spreads=spreads) for one in measured if one.limits]
-    proposals = [one for one in found if isinstance(one, calibration.Proposal)]
-    kept = [one for one in found if not isinstance(one, calibration.Proposal)]
+    proposals, kept = list[calibration.Proposal](), list[tuple[calibration.Series, str]]()
+    for one in measured:
+        if one.limits:
+            try:
+                proposals.append(_floor(one, sku, spreads=options.spreads))
+            except ThresholdsError as error:
+                kept.append((one, str(error)))
     if not proposals:
         cli.complain("no floor can be proposed:", cli.NEGATIVE)
-        lines = [f"{calibration.name_of(one.series)}: {printable(one.why)}" for one in kept] or [
-            "no rate was judged in these runs"
-        ]
-        print(*(f"- {line}" for line in lines), sep="\n", file=sys.stderr)
+        lines = [f"{calibration.name_of(one)}: {printable(why)}" for one, why in kept]
+        print(*(f"- {line}" for line in lines or ["no rate was judged in these runs"]), sep="\n", file=sys.stderr)
         return cli.NEGATIVE
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     shipped = hashlib.sha256(shipped_path().read_bytes()).hexdigest()
@@ -146,7 +143,6 @@ def _calibrate(options: argparse.Namespace) -> int:
         recorded=[one for one in measured if not one.limits],
         at=now,
         version=__version__,
-        spreads=spreads,
         shipped=shipped,
     )
     cli.write_text(out, text)
@@ -154,18 +150,14 @@ def _calibrate(options: argparse.Namespace) -> int:
     return cli.DONE
 
 
-def _floor(one: calibration.Series, sku: str, *, spreads: float) -> calibration.Proposal | calibration.NoFloor:
+def _floor(one: calibration.Series, sku: str, *, spreads: float) -> calibration.Proposal:
     metric = measurement.known(one.metric)
     facts = {**one.topology, **one.labels}
     # As the judge does: across nodes the rate is the fabric's, which no link within a node bounds.
     has_peak = metric.peak not in datasheets.LINK_PEAKS or facts.get("nnodes") == "1"
-    try:
-        calibration.conditions_of(one)
-    except ThresholdsError as error:
-        return calibration.NoFloor(series=one, why=str(error))
-    return calibration.propose(
-        one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None
-    )
+    calibration.conditions_of(one)  # which must be able to express it
+    peak = peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None
+    return calibration.propose(one, spreads=spreads, peak=peak)
 
 
 @cli.command(
@@ -173,9 +165,7 @@ def _floor(one: calibration.Series, sku: str, *, spreads: float) -> calibration.
     cli.option("--sku NAME", "the SKU, such as H100 SXM", required=True),
     cli.option("--world-size N", "ranks of the run", type=cli.number()),
     cli.option("--nnodes N", "nodes of the run", type=cli.number()),
-    cli.option(
-        "--label KEY=VALUE", "a label of the measurement, such as transport=NET/IB", type=cli.key_value, action="append"
-    ),
+    cli.option("--label KEY=VALUE", "how it is measured, as transport=NET/IB", type=cli.key_value, action="append"),
     cli.THRESHOLDS,
     help="explain which limit decides, and why",
 )
@@ -190,7 +180,7 @@ def _explain(options: argparse.Namespace) -> int:
     limits = cli.load_limits(options.thresholds)
     _require_sku(options.sku, limits, limits.skus)
     conditions = ", ".join(f"{key} {value}" for key, value in known.items())
-    _print(0, f"{options.sku}: {conditions or 'of any topology'}")
+    cli.print_paragraph(f"{options.sku}: {conditions or 'of any topology'}")
     decided = [
         _explain_metric(limits, metric, sku=options.sku, known=known, with_others=bool(options.metrics))
         for metric in _select_metrics(options.metrics, limits.metrics)
@@ -204,21 +194,22 @@ def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping
     deciding = [entry for entry in entries if entry.effect.startswith("decides")]
     if not with_others and not deciding:
         return False
-    _print(0, metric)
+    cli.print_paragraph(metric)
     if not entries:
-        _print(2, "no entry: a measured value without one is an error, never a pass")
+        cli.print_paragraph("no entry: a measured value without one is an error, never a pass", "  ")
     for entry in entries if with_others else deciding:
         colon = ":" if entry.effect in ("does not apply", "is overruled") else ""
         says = f"{entry.effect}{colon} {entry.why}".rstrip()
-        _print(2, f"{entry.limit.origin} {says}: {demand(entry.limit, entry.limit.unit)}")
+        cli.print_paragraph(f"{entry.limit.origin} {says}: {demand(entry.limit, entry.limit.unit)}", "  ")
         if with_others:
-            _print(4, f"when {entry.limit.conditions()}")
-        _print(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
+            cli.print_paragraph(f"when {entry.limit.conditions()}", "    ")
+        origin = f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}"
+        cli.print_paragraph(origin, "    ")
         support = evidence.support_of(entry.limit, limits)
         if support is not None and entry.limit.record_only is None:
-            _print(4, f"published: {_published_text(entry.limit, support)}")
+            cli.print_paragraph(f"published: {_published_text(entry.limit, support)}", "    ")
     if entries and not deciding:
-        _print(2, "none of them applies: such a value is an error, never a pass")
+        cli.print_paragraph("none of them applies: such a value is an error, never a pass", "  ")
     return bool(deciding)
 
 
@@ -254,10 +245,6 @@ def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[st
         except MeasurementError as error:
             raise cli.CommandError(cli.USAGE, one_line(str(error), 300)) from error
     return list(dict.fromkeys(found))
-
-
-def _print(indent: int, text: str) -> None:
-    cli.print_paragraph(text, first=" " * indent, rest=" " * (indent + 2))
 
 
 NOT_JUDGED = 10

@@ -291,19 +291,20 @@ def write_note(environ: Mapping[str, str], note: ExitNote | BeginNote) -> str | 
 
 def read_exit_notes(folder: Path, launcher: int) -> tuple[ExitNote, ...]:
     """Return the notes of a launcher's ranks, in the order of ranks. Unreadable notes are ignored."""
-    notes = (_read(path, ExitNote) for path in folder.glob("rank-*.json"))
+    notes = (read_note(path, ExitNote) for path in folder.glob("rank-*.json"))
     own = [note for note in notes if note is not None and note.launcher == launcher]
     return tuple(sorted(own, key=lambda note: note.rank))
 
 
 def read_begin_note(folder: Path, launcher: int) -> BeginNote | None:
     """Return where the journal is, if rank 0 is on this node and has opened it."""
-    note = _read(folder / _BEGUN, BeginNote)
+    note = read_note(folder / _BEGUN, BeginNote)
     return note if note is not None and note.launcher == launcher else None
 
 
-def _read(path: Path, kind: type[_Note]) -> _Note | None:
+def read_note(path: Path, kind: type[_Note]) -> _Note | None:
+    """Read a dataclass from a file of JSON; None if there is none, or its writer was killed while it wrote."""
     try:
         return read(kind, json.loads(path.read_bytes()), str(path))
     except (OSError, ValueError, JournalError):
-        return None  # no note, or the rank was killed while it wrote
+        return None

@@ -61,9 +61,8 @@ def compress_hostlist(hosts: Iterable[str]) -> str:
         raise LaunchError("no host names to write as a Slurm host list")
     numbers: dict[str, list[str]] = {}
     for name in names:
-        number = re.search(r"[0-9]*\Z", name)
-        assert number is not None  # it matches the empty string too
-        numbers.setdefault(name[: number.start()], []).append(number[0])
+        prefix = name.rstrip("0123456789")
+        numbers.setdefault(prefix, []).append(name[len(prefix) :])
     return ",".join(part for prefix in sorted(numbers) for part in _short(prefix, numbers[prefix]))
 
 

@@ -83,13 +83,17 @@ Run = Callable[[Sequence[str]], Output]
 
 
 def run_program(
-    command: Sequence[str], seconds: float = ANSWER_SECONDS, *, environ: Mapping[str, str] | None = None
+    command: Sequence[str],
+    seconds: float = ANSWER_SECONDS,
+    *,
+    environ: Mapping[str, str] | None = None,
+    given: str = "",
 ) -> Output:
-    """Run a program, and return its output; after ``seconds`` it is killed."""
+    """Run a program with ``given`` as its standard input, and return its output; after ``seconds`` it is killed."""
     try:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
@@ -98,14 +102,14 @@ def run_program(
     except OSError as error:
         return Output(why_not=f"{command[0]}: {error.strerror or error}")
     try:
-        out, err = process.communicate(timeout=seconds)
+        out, err = process.communicate(given.encode("utf-8"), timeout=seconds)
     except subprocess.TimeoutExpired as late:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and its children
         # A process blocked in the driver cannot be killed: it is not waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_KILL_SECONDS)
-        for pipe in filter(None, (process.stdout, process.stderr)):
+        for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
             pipe.close()
         return Output(text=_text(late.stdout), why_not=f"{command[0]}: no answer within {seconds:g} s")
     text, errors, code = _text(out), _text(err), process.returncode

@@ -123,10 +123,7 @@ def expand_nodes(
 
 def _parse_line(words: Sequence[str]) -> list[Host]:
     user, _, hostlist = words[0].rpartition("@")
-    try:
-        names = expand_hostlist(hostlist)
-    except LaunchError as error:
-        raise OptionError(f"{error}; a line is {_FORM}") from None
+    names = expand_nodes("NAME", hostlist)
     for name in names:
         if not NODE_NAME.fullmatch(name):
             raise OptionError(f"{name!r} is not a node name: {NODE_NAME_RULE}")

@@ -50,10 +50,7 @@ _SIGNALS = {ssh.INTERRUPT: signal.SIGINT, ssh.TERMINATE: signal.SIGTERM}
 class Supervisor:
     """A running program. Its output is forwarded, and written to its folder with its exit code."""
 
-    def __init__(
-        self, *, heartbeat_seconds: float = ssh.HEARTBEAT_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS
-    ) -> None:
-        self._heartbeat_timeout, self._grace = heartbeat_seconds, grace_seconds
+    def __init__(self) -> None:
         self._requested: list[int] = []
         self._sent: set[int] = set()
         self._last_heartbeat = time.monotonic()
@@ -97,7 +94,7 @@ class Supervisor:
         except OSError as error:
             print(f"{folder / EXIT_FILE}: {error.strerror or error}", file=sys.stderr)
         if code is None:
-            print(f"killed {self._grace:g} s after the request to stop", file=sys.stderr)
+            print(f"killed {GRACE_SECONDS:g} s after the request to stop", file=sys.stderr)
             return ssh.FAILED
         return code
 
@@ -109,7 +106,7 @@ class Supervisor:
         while True:
             self._read_commands()
             now = time.monotonic()
-            if not self._lost and now - self._last_heartbeat > self._heartbeat_timeout:
+            if not self._lost and now - self._last_heartbeat > ssh.HEARTBEAT_TIMEOUT_SECONDS:
                 self._lose_connection()
             # Each requested signal once: a second one of a kind would end the job before its ranks.
             for number in dict.fromkeys(self._requested):
@@ -121,14 +118,14 @@ class Supervisor:
                 ended_at = now
             if ended_at is not None and not descendants():
                 break
-            overdue = self._stopping_since is not None and now - self._stopping_since > self._grace
+            overdue = self._stopping_since is not None and now - self._stopping_since > GRACE_SECONDS
             if overdue or (ended_at is not None and now - ended_at > _ORPHAN_SECONDS):
                 killed = ended_at is None
                 note = "" if killed else f"{len(descendants())} processes that outlived the program were killed\n"
                 kill_descendants()
                 break
         # No wait without a limit: a process that hangs in the kernel cannot be killed, and holds its output open.
-        output.join(self._heartbeat_timeout)  # as long as the other side reads
+        output.join(ssh.HEARTBEAT_TIMEOUT_SECONDS)  # as long as the other side reads
         if output.is_alive():
             self._lost = True
             output.join(_LEFT_SECONDS)

@@ -43,7 +43,7 @@ class NodeCheck:
     problems: tuple[str, ...]
 
 
-def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: str) -> tuple[NodeCheck, ...]:
+def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply]) -> tuple[NodeCheck, ...]:
     """Return the check of every host, in their order.
 
     Facts must equal those of most nodes, or of the first one in a tie; and the version must be that of this machine,
@@ -52,9 +52,8 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: st
     Args:
         hosts: all of them.
         replies: name -> reply. A host without one has not answered.
-        version: of this package, here.
     """
-    facts = {name: reply.facts for name, reply in replies.items() if reply.facts}
+    facts = {name: reply for name, reply in replies.items() if reply and not isinstance(reply, str)}
     # Counter keeps the order of the first seen among equals.
     counts = {key: Counter(str(node.get(key, "")) for node in facts.values()) for key in _COMPARED}
     common = {key: next((value for value, _ in count.most_common(1)), "") for key, count in counts.items()}
@@ -63,20 +62,17 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: st
     for host in hosts:
         mine = facts.get(host.name)
         if mine is None:
-            why = replies.get(host.name, Reply()).problem or "it sent no facts"
+            why = str(replies.get(host.name) or "it sent no facts")
             # A node that reports an error is reachable, but missing all the same.
             found.append(NodeCheck(host=host, state=NO_ANSWER, facts={}, problems=(one_line(why, _CHARACTERS),)))
             continue
-        named_problems = mine.get("problems")
-        problems = [
-            one_line(str(each), _CHARACTERS) for each in (named_problems if isinstance(named_problems, list) else [])
-        ]
+        problems = [one_line(str(each), _CHARACTERS) for each in mine.get("problems") or ()]
         for key, called in _COMPARED.items():
             has = str(mine.get(key, ""))
             if has != common[key]:
                 problems.append(f"{called}: {_value(has)}, but most have {_value(common[key])}")
-        if mine.get("version") == common["version"] != version:
-            problems.append(f"pytest-gpucluster: {_value(common['version'])}, but this machine has {version}")
+        if mine.get("version") == common["version"] != __version__:
+            problems.append(f"pytest-gpucluster: {_value(common['version'])}, but this machine has {__version__}")
         if named[str(mine.get("host", ""))] > 1:
             problems.append(
                 f"reports the host name {_value(str(mine.get('host', '')))} like another node: one machine twice, or "
@@ -147,7 +143,6 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "pytest": _installed_version("pytest"),
         "package": _digest([package, package.with_name("thresholds.yaml")]),  # in a checkout the limits are next to it
         "suite": _digest([path for path in named if path.exists()] or [find_suite()]),
-        "interpreter": sys.executable,
         "problems": problems,
     }
     problems += [f"{name} is not installed for {sys.executable}" for name in ("torch", "pytest") if not facts[name]]

@@ -264,13 +264,8 @@ class Channel:
             self.send(HEARTBEAT)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """The answer of a node: a JSON object, or why there is none. ``answered``: the node's side has been started."""
-
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    answered: bool = False
+Reply = Mapping[str, Any] | str
+"""The answer of a node: a JSON object, or why there is none."""
 
 
 def query_nodes(
@@ -290,28 +285,22 @@ def query_nodes(
 
     def query(host: Host) -> Reply:
         if stop():
-            return Reply()
+            return ""
         until = time.monotonic() + access.answer_seconds
         with contextlib.closing(Channel(host, access, requests[host.name])) as channel:
             while not channel.closed:
                 if stop():
-                    return Reply()
+                    return ""
                 if time.monotonic() > until:
-                    return Reply(problem=f"no answer within {access.answer_seconds:g} s", answered=channel.answered)
+                    return f"no answer within {access.answer_seconds:g} s"
                 time.sleep(_POLL_SECONDS)
-            return _reply(channel)
+            if channel.exit is None:
+                return channel.problem
+            try:
+                facts = json.loads(channel.drain()) if channel.exit == 0 else None
+            except ValueError:
+                facts = None
+            return facts if isinstance(facts, dict) and facts else f"ended with exit code {channel.exit} and no JSON"
 
     with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
         return dict(zip((host.name for host in hosts), pool.map(query, hosts), strict=True))
-
-
-def _reply(channel: Channel) -> Reply:
-    if channel.exit is None:
-        return Reply(problem=channel.problem, answered=channel.answered)
-    try:
-        facts = json.loads(channel.drain()) if channel.exit == 0 else None
-    except ValueError:
-        facts = None
-    if not isinstance(facts, dict) or not facts:
-        return Reply(problem=f"ended with exit code {channel.exit} and no JSON", answered=True)
-    return Reply(facts=facts, answered=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -35,6 +34,8 @@ OTHERS_SECONDS = 360.0
 """How long other nodes may go on when one has ended. Longer than torchrun's own wait for agents that have not ended,
 300 s. Source: torch, distributed/elastic/agent/server/api.py (``exit_barrier_timeout``)."""
 _POLL_SECONDS = 0.05
+Show = Callable[[str, bool], None]
+"""Prints a line; True for those of this command, which go to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class RemoteJob:
     """A run on a node. No method waits: call :meth:`poll` repeatedly."""
 
     def __init__(
-        self, plan: SshPlan, host: Host, directory: Path, *, within_seconds: float, on_line: Callable[[str], None]
+        self, plan: SshPlan, host: Host, directory: Path, prefix: str, *, within_seconds: float, show: Show
     ) -> None:
         """Start it.
 
@@ -70,8 +71,9 @@ class RemoteJob:
             plan: the run.
             host: the node, one of the plan's.
             directory: here, for the output ``NAME.log`` and the reports ``NAME``, which must not exist yet.
+            prefix: of each line that it prints.
             within_seconds: deadline, after which it is stopped.
-            on_line: called with each line that it prints.
+            show: prints a line.
 
         Raises:
             EnvironmentBroken: ssh cannot be started.
@@ -79,7 +81,7 @@ class RemoteJob:
         """
         self.name, self.running = host.name, True
         self._plan, self._host, self._folder = plan, host, directory / host.name
-        self._within, self._on_line = within_seconds, on_line
+        self._prefix, self._within, self._show = prefix, within_seconds, show
         self._started = time.monotonic()
         self._stop_sent_at: float | None = None
         self._sent: set[str] = set()
@@ -160,7 +162,8 @@ class RemoteJob:
             *lines, partial = (partial + self._channel.drain()).split(b"\n")
             lines += [partial] if closed and partial else []
             for line in lines:
-                self._on_line(line.removesuffix(b"\r").decode("utf-8", "backslashreplace"))
+                text = line.removesuffix(b"\r").decode("utf-8", "backslashreplace")
+                self._show(f"{self._prefix}{printable(text)}", False)
             if closed:
                 return
             now = time.monotonic()
@@ -209,12 +212,7 @@ class RemoteRun:
     """A run on all nodes of a plan. When it has ended on one, the others get :data:`OTHERS_SECONDS`."""
 
     def __init__(
-        self,
-        plan: SshPlan,
-        directory: Path,
-        *,
-        within_seconds: float,
-        show: Callable[[str, bool], None] = lambda line, is_error: None,
+        self, plan: SshPlan, directory: Path, *, within_seconds: float, show: Show = lambda line, is_error: None
     ) -> None:
         """Start it.
 
@@ -222,7 +220,7 @@ class RemoteRun:
             plan: what to run.
             directory: for the output ``NAME.log`` and the reports ``NAME`` of each node.
             within_seconds: deadline for each node.
-            show: prints a line; True for those of this command, which go to standard error.
+            show: prints a line.
 
         Raises:
             EnvironmentBroken: ssh cannot be started.
@@ -234,8 +232,8 @@ class RemoteRun:
         self._jobs: list[RemoteJob] = []
         try:
             for host in plan.hosts:
-                on_line = partial(self._show_output, f"[{host.name}] " if self._jobs else "")
-                job = RemoteJob(plan, host, directory, within_seconds=within_seconds, on_line=on_line)
+                prefix = f"[{host.name}] " if self._jobs else ""
+                job = RemoteJob(plan, host, directory, prefix, within_seconds=within_seconds, show=show)
                 self._jobs.append(job)
         except BaseException:  # nothing may go on unattended
             self.abandon()
@@ -294,9 +292,6 @@ class RemoteRun:
         for problem in problems:
             self._show(problem, True)
         return "; ".join(problems)
-
-    def _show_output(self, prefix: str, line: str) -> None:
-        self._show(f"{prefix}{printable(line)}", False)
 
 
 class Ssh(JobScheduler):

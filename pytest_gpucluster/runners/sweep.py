@@ -6,7 +6,6 @@ A node without a verdict never counts as good.
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,34 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
-from pytest_gpucluster.journal.records import SIMULATED
-from pytest_gpucluster.journal.verdict import (
-    BROKEN,
-    INCOMPLETE,
-    PASSED_WITH_DEVIATIONS,
-    REHEARSED,
-    REJECTED,
-    SELECTION_PASSED,
-    Verdict,
-)
+from pytest_gpucluster.journal.verdict import Verdict
+from pytest_gpucluster.node.processes import run_program
+from pytest_gpucluster.runners import sweep_outcome
 from pytest_gpucluster.runners.hosts import NODE_NAME, NODE_NAME_RULE
 from pytest_gpucluster.runners.plan import SweepPlan
 from pytest_gpucluster.runners.run_result import read_result
-from pytest_gpucluster.runners.sweep_outcome import (
-    BROKEN_EXIT,
-    JOINT,
-    NO_ANSWER,
-    PASSES,
-    LauncherExit,
-    Outcome,
-    SweepFiles,
-    judge_run,
-    progress_line,
-    sweep_table,
-    verdict_line,
-    worse,
-)
-from pytest_gpucluster.text import one_line, some_of
+from pytest_gpucluster.runners.sweep_outcome import JOINT, LauncherExit, Outcome, SweepFiles, conclude, judge_run
+from pytest_gpucluster.text import one_line
 
 _POLL_SECONDS = 0.05
 
@@ -101,8 +80,8 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
         try:
             for outcome in scheduler.run_nodes(plan, files.directory):
                 previous = outcomes.get(outcome.node, outcome)
-                outcomes[outcome.node] = worse(previous, outcome)
-                show(progress_line(len(outcomes), len(plan.nodes), outcome))
+                outcomes[outcome.node] = sweep_outcome.worse(previous, outcome)
+                show(sweep_outcome.progress_line(len(outcomes), len(plan.nodes), outcome))
                 write_so_far()
             survivors = [node for node in plan.nodes if node in outcomes and outcomes[node].survived]
             if len(survivors) < plan.min_nodes:
@@ -111,7 +90,7 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
             else:
                 show(f"joint run of {len(survivors)} of {len(plan.nodes)} nodes")
                 joint = scheduler.run_joint(plan, survivors, files.directory)
-                show(progress_line(1, 1, joint))
+                show(sweep_outcome.progress_line(1, 1, joint))
         except (KeyboardInterrupt, Stopped) as error:
             interrupted = str(error) or "Ctrl-C"
         except EnvironmentBroken as error:
@@ -123,65 +102,9 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
     found = list(outcomes.values())
     verdict = conclude(plan.nodes, found, joint, skipped=skipped, interrupted=interrupted, broken=broken)
     files.write(verdict, found, joint, skipped=skipped, finished=not interrupted)
-    show(f"\n{sweep_table(plan.nodes, found, joint, skipped)}\n")
-    show(verdict_line(verdict))
+    show(f"\n{sweep_outcome.sweep_table(plan.nodes, found, joint, skipped)}\n")
+    show(sweep_outcome.verdict_line(verdict))
     return verdict
-
-
-def conclude(
-    nodes: Sequence[str],
-    outcomes: Sequence[Outcome],
-    joint: Outcome | None,
-    *,
-    skipped: str = "",
-    interrupted: str = "",
-    broken: str = "",
-) -> Verdict:
-    """Return the verdict of a sweep.
-
-    Accepted (0): every node passed on its own, and all survivors passed together. A rejected node or joint run makes
-    it rejected (1). Else anything broken or without an answer makes it broken (11), and anything incomplete, or no
-    joint run, incomplete (10).
-
-    Args:
-        nodes: all nodes of the sweep. One without an outcome has given no answer.
-        outcomes: of the nodes, each once.
-        joint: of the joint run; None if there was none.
-        skipped: why not.
-        interrupted: what interrupted the sweep, if anything.
-        broken: what went wrong with the sweep itself, if anything.
-    """
-    if interrupted:
-        reason = f"interrupted by {interrupted}: {len(outcomes)} of {len(nodes)} nodes ended"
-        return Verdict(word=BROKEN, exit=2, reason=reason)
-    by_node = {outcome.node: outcome for outcome in outcomes}
-    everything = [*(by_node[node] for node in nodes if node in by_node), *([joint] if joint else [])]
-    missing = [node for node in nodes if node not in by_node]
-    rejected = [outcome for outcome in everything if outcome.verdict == REJECTED or outcome.exit == 1]
-    if rejected:
-        return Verdict(word=REJECTED, exit=1, reason=_reason("rejected", rejected))
-    failed = [outcome for outcome in everything if not outcome.survived]
-    if broken or failed or missing:
-        reasons = [broken] if broken else []
-        reasons += [_reason("without a verdict", failed)] if failed else []
-        reasons += [f"{NO_ANSWER}: {some_of(missing, 8)}"] if missing else []
-        return Verdict(word=BROKEN, exit=BROKEN_EXIT, reason="; ".join(reasons))
-    deviating = [outcome for outcome in everything if outcome.exit == 12]
-    incomplete = [outcome for outcome in everything if not outcome.passed and outcome.exit != 12]
-    if incomplete or joint is None:
-        reasons = [_reason("incomplete", incomplete)] if incomplete else []
-        reasons += [] if joint else [f"no joint run: {skipped or 'reason unknown'}"]
-        return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(reasons))
-    if deviating:
-        return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=_reason("with deviations", deviating))
-    words = {outcome.verdict for outcome in everything}
-    # The weakest pass is the sweep's: neither a simulated cluster nor a rehearsal accepts anything.
-    word = next(word for word in (SIMULATED, REHEARSED, SELECTION_PASSED, *PASSES) if word in words)
-    return Verdict(word=word, exit=0, reason=f"{len(nodes)} nodes passed alone, and together")
-
-
-def _reason(what: str, outcomes: Sequence[Outcome]) -> str:
-    return f"{what}: {some_of([outcome.node for outcome in outcomes], 8)}; {outcomes[0].node}: {outcomes[0].failure}"
 
 
 def require_nodes(nodes: Sequence[str]) -> None:
@@ -297,22 +220,9 @@ def run_tool(command: Sequence[str], *, given: str = "", within_seconds: float) 
     Raises:
         EnvironmentBroken: it cannot be run, does not end in time, or ends with another code than 0.
     """
-    text = one_line(" ".join(command), 200)
-    try:
-        done = subprocess.run(
-            list(command),
-            input=given,
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            timeout=within_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise EnvironmentBroken(f"`{text}` did not end within {within_seconds:g} s") from None
-    except OSError as error:
-        raise EnvironmentBroken(f"`{text}` cannot be run: {error.strerror or error}") from None
-    if done.returncode != 0:
-        message = one_line(done.stderr or done.stdout, 400) or "no message"
-        raise EnvironmentBroken(f"`{text}` ended with exit code {done.returncode}: {message}")
-    return done.stdout
+    done = run_program(command, within_seconds, given=given)
+    if done.why_not:
+        message = one_line(done.errors or done.text, 400) or "no message"
+        why_not = f"ended with exit code {done.code}: {message}" if done.code else done.why_not
+        raise EnvironmentBroken(f"`{one_line(' '.join(command), 200)}`: {why_not}")
+    return done.text

@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, JournalError, OptionError
+from pytest_gpucluster.runners import kubernetes_manifest as manifest
 from pytest_gpucluster.runners.hosts import expand_nodes
-from pytest_gpucluster.runners.kubernetes_manifest import (
-    ALONE,
-    INDEX_ANNOTATION,
-    JOB_LABEL,
-    joint_service,
-    read_template,
-    sweep_job,
-)
 from pytest_gpucluster.runners.plan import SweepPlan
 from pytest_gpucluster.runners.run_result import RunResult
 from pytest_gpucluster.runners.sweep import require_tool, run_tool
@@ -95,7 +88,7 @@ def parse_pod(item: Mapping[str, Any], container: str) -> Pod:
     state = (states[0].get("state") or {}) if states else {}
     terminated = state.get("terminated") or {}
     ended = status.get("phase") in ("Succeeded", "Failed")
-    index = str((metadata.get("annotations") or {}).get(INDEX_ANNOTATION, ""))
+    index = str((metadata.get("annotations") or {}).get(manifest.INDEX_ANNOTATION, ""))
     code = terminated.get("exitCode")
     is_special = terminated.get("reason") not in (None, "Completed", "Error")
     unscheduled = [each for each in _conditions(item) if each.get("type") == "PodScheduled"]
@@ -156,7 +149,14 @@ class Kubernetes:
         self._template = self._read_template(template, gpus)
         self._hosts: dict[str, str] = {}
         self._problems: dict[str, str] = {}
-        for node in self._read_nodes(wanted, selector):
+        which = expand_nodes("--nodes", wanted) if wanted is not None else [f"--selector={selector}"]
+        try:
+            found = parse_items(self._call("get", "nodes", *which, "--output=json"), "Node")
+        except EnvironmentBroken as error:
+            raise OptionError(f"--{'nodes' if wanted is not None else 'selector'}: {error}") from None
+        if not found:
+            raise OptionError(f"--selector {selector}: no node has these labels")
+        for node in found:
             name = str(node["metadata"]["name"])
             labels = node["metadata"].get("labels") or {}
             self._hosts[name] = str(labels.get("kubernetes.io/hostname") or name)
@@ -177,10 +177,10 @@ class Kubernetes:
             return
         pods: dict[str, Pod] = {}
         finished_nodes: set[str] = set()
-        for pod, seconds in self._run(plan, ALONE, usable, pods):
+        for pod, seconds in self._run(plan, manifest.ALONE, usable, pods):
             if pod.node in usable:
                 finished_nodes.add(pod.node)
-                yield self._outcome(plan, pod.node, pod, seconds, directory / "nodes" / f"{pod.node}.log")
+                yield self._outcome(plan, pod, seconds, directory / "nodes" / f"{pod.node}.log")
         for node in usable:
             if node in finished_nodes:
                 continue
@@ -193,7 +193,7 @@ class Kubernetes:
 
     def run_joint(self, plan: SweepPlan, nodes: Sequence[str], directory: Path) -> Outcome:
         """Run these nodes as one cluster. If not all of its pods end, there is no answer."""
-        self._create(joint_service(self.name))
+        self._create(manifest.joint_service(self.name))
         pods: dict[str, Pod] = {}
         ended = {pod.index: (pod, seconds) for pod, seconds in self._run(plan, JOINT, nodes, pods)}
         if 0 not in ended:
@@ -202,7 +202,7 @@ class Kubernetes:
         # A pass needs exit code 0 from every launcher.
         failed = [code for code in codes if code != 0]
         log = directory / f"{JOINT}.log"
-        return self._outcome(plan, JOINT, *ended[0], log, nnodes=len(nodes), others=failed[:1])
+        return self._outcome(plan, *ended[0], log, nnodes=len(nodes), others=failed[:1])
 
     def stop(self) -> Sequence[str]:
         """Delete what was created."""
@@ -220,7 +220,7 @@ class Kubernetes:
     ) -> Iterator[tuple[Pod, float]]:
         """Create a Job, record its pods in ``pods``, and yield each with its seconds as it ends, until the Job does."""
         hosts = [self._hosts[node] for node in nodes]
-        job = sweep_job(self.name, step, self._template, plan, hosts, self._report_dir)
+        job = manifest.sweep_job(self.name, step, self._template, plan, hosts, self._report_dir)
         name, begun, ended = str(job["metadata"]["name"]), time.monotonic(), set()
         self._create(job)
         within = plan.joint_seconds if step == JOINT else plan.node_seconds
@@ -228,7 +228,7 @@ class Kubernetes:
         while True:
             # The Job first: pods that have ended by then are in the list that is read after it.
             [state] = parse_items(self._call_again("get", "job", name, "--output=json"), "Job")
-            listed = self._call_again("get", "pods", f"--selector={JOB_LABEL}={name}", "--output=json")
+            listed = self._call_again("get", "pods", f"--selector={manifest.JOB_LABEL}={name}", "--output=json")
             for item in parse_items(listed, "Pod"):
                 pod = pods[item["metadata"]["name"]] = parse_pod(item, container)
                 if pod.ended and pod.name not in ended:
@@ -263,29 +263,12 @@ class Kubernetes:
             text = self._call("create", "--dry-run=client", "--output=json", f"--filename={path}")
         except EnvironmentBroken as error:
             raise OptionError(f"--pod-template {path}: {error}") from None
-        return read_template(text, str(path), gpus=gpus)
-
-    def _read_nodes(self, wanted: str | None, selector: str | None) -> Sequence[Mapping[str, Any]]:
-        which = expand_nodes("--nodes", wanted) if wanted is not None else [f"--selector={selector}"]
-        try:
-            found = parse_items(self._call("get", "nodes", *which, "--output=json"), "Node")
-        except EnvironmentBroken as error:
-            raise OptionError(f"--{'nodes' if wanted is not None else 'selector'}: {error}") from None
-        if not found:
-            raise OptionError(f"--selector {selector}: no node has these labels")
-        return found
+        return manifest.read_template(text, str(path), gpus=gpus)
 
     def _outcome(
-        self,
-        plan: SweepPlan,
-        name: str,
-        pod: Pod,
-        seconds: float,
-        log: Path,
-        *,
-        nnodes: int = 1,
-        others: Sequence[int | None] = (),
+        self, plan: SweepPlan, pod: Pod, seconds: float, log: Path, nnodes: int = 1, others: Sequence[int | None] = ()
     ) -> Outcome:
+        """Return the outcome of a run from the pod of its rank 0; ``log``, for its output, has the run's name."""
         result, problem, code = None, pod.problem, pod.exit
         if pod.message:
             try:
@@ -303,7 +286,7 @@ class Kubernetes:
         stop_reason = pod.problem if pod.exit is None else ""
         hint = "; ".join(part for part in (problem if problem != stop_reason else "", log_problem) if part)
         launcher = LauncherExit(exit=code, seconds=seconds, stop_reason=stop_reason, log=str(log), hint=hint)
-        return judge_run(name, result, launcher, nnodes=nnodes, world_size=nnodes * plan.per_node.gpus_per_node)
+        return judge_run(log.stem, result, launcher, nnodes=nnodes, world_size=nnodes * plan.per_node.gpus_per_node)
 
 
 def _no_answer(node: str, why: str) -> Outcome:

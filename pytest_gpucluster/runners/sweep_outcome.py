@@ -1,4 +1,4 @@
-"""The outcome of each run of a sweep, the table, and the files ``sweep.json``, ``sweep.txt`` and ``exclude.txt``."""
+"""The outcome of each run of a sweep, its verdict, the table, and ``sweep.json``, ``sweep.txt`` and ``exclude.txt``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pytest_gpucluster.journal.verdict import (
     Verdict,
 )
 from pytest_gpucluster.runners.run_result import RunResult
-from pytest_gpucluster.text import Column, fitted_table, one_line
+from pytest_gpucluster.text import fitted_table, heads, one_line, some_of
 
 NO_ANSWER = "NO ANSWER"
 """The run left no journal, or did not end in time. Never a pass."""
@@ -130,6 +130,62 @@ def judge_run(
     return ended(BROKEN, result.exit if result.exit in (2, 3, 4, 5) else BROKEN_EXIT, failure)
 
 
+def conclude(
+    nodes: Sequence[str],
+    outcomes: Sequence[Outcome],
+    joint: Outcome | None,
+    *,
+    skipped: str = "",
+    interrupted: str = "",
+    broken: str = "",
+) -> Verdict:
+    """Return the verdict of a sweep.
+
+    Accepted (0): every node passed on its own, and all survivors passed together. A rejected node or joint run makes
+    it rejected (1). Else anything broken or without an answer makes it broken (11), and anything incomplete, or no
+    joint run, incomplete (10).
+
+    Args:
+        nodes: all nodes of the sweep. One without an outcome has given no answer.
+        outcomes: of the nodes, each once.
+        joint: of the joint run; None if there was none.
+        skipped: why not.
+        interrupted: what interrupted the sweep, if anything.
+        broken: what went wrong with the sweep itself, if anything.
+    """
+    if interrupted:
+        reason = f"interrupted by {interrupted}: {len(outcomes)} of {len(nodes)} nodes ended"
+        return Verdict(word=BROKEN, exit=2, reason=reason)
+    by_node = {outcome.node: outcome for outcome in outcomes}
+    everything = [*(by_node[node] for node in nodes if node in by_node), *([joint] if joint else [])]
+    missing = [node for node in nodes if node not in by_node]
+    rejected = [outcome for outcome in everything if outcome.verdict == REJECTED or outcome.exit == 1]
+    if rejected:
+        return Verdict(word=REJECTED, exit=1, reason=_reason("rejected", rejected))
+    failed = [outcome for outcome in everything if not outcome.survived]
+    if broken or failed or missing:
+        reasons = [broken] if broken else []
+        reasons += [_reason("without a verdict", failed)] if failed else []
+        reasons += [f"{NO_ANSWER}: {some_of(missing, 8)}"] if missing else []
+        return Verdict(word=BROKEN, exit=BROKEN_EXIT, reason="; ".join(reasons))
+    deviating = [outcome for outcome in everything if outcome.exit == 12]
+    incomplete = [outcome for outcome in everything if not outcome.passed and outcome.exit != 12]
+    if incomplete or joint is None:
+        reasons = [_reason("incomplete", incomplete)] if incomplete else []
+        reasons += [] if joint else [f"no joint run: {skipped or 'reason unknown'}"]
+        return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(reasons))
+    if deviating:
+        return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=_reason("with deviations", deviating))
+    words = {outcome.verdict for outcome in everything}
+    # The weakest pass is the sweep's: neither a simulated cluster nor a rehearsal accepts anything.
+    word = next(word for word in (SIMULATED, REHEARSED, SELECTION_PASSED, *PASSES) if word in words)
+    return Verdict(word=word, exit=0, reason=f"{len(nodes)} nodes passed alone, and together")
+
+
+def _reason(what: str, outcomes: Sequence[Outcome]) -> str:
+    return f"{what}: {some_of([outcome.node for outcome in outcomes], 8)}; {outcomes[0].node}: {outcomes[0].failure}"
+
+
 def progress_line(ended: int, total: int, outcome: Outcome) -> str:
     """Return the line that is printed when a node ends.
 
@@ -154,10 +210,8 @@ def sweep_table(nodes: Sequence[str], outcomes: Sequence[Outcome], joint: Outcom
         else:
             seconds = "-" if outcome.seconds is None else f"{outcome.seconds:.0f}"
             rows.append([node, outcome.verdict, seconds, one_line(outcome.failure, _ROW_CHARACTERS)])
-    heads = [
-        Column(title=title, is_right=title == "seconds") for title in ("node", "verdict", "seconds", "first failure")
-    ]
-    head, lines = fitted_table(heads, rows, _WIDTH)
+    titles = heads("node, verdict, seconds, first failure", right="seconds")
+    head, lines = fitted_table(titles, rows, _WIDTH)
     return "\n".join([head, *(line for [line] in lines)])
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
@@ -25,23 +25,14 @@ _TAIL_BYTES = 65536
 class Step:
     """A process of srun. It has a session of its own, so that Ctrl-C on the terminal reaches the sweep only."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        environ: Mapping[str, str],
-        reports: Path,
-        within_seconds: float,
-        grace: float,
-        on_kill: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Start it; its output goes to a file next to its reports. ``on_kill`` is called when srun had to be killed.
+    def __init__(self, slurm: Slurm, command: Sequence[str], *, reports: Path, within_seconds: float) -> None:
+        """Start it; its output goes to a file next to its reports. ``slurm`` is uncertain once srun had to be killed.
 
         Raises:
             EnvironmentBroken: it cannot be started.
         """
         self.reports, self._log = reports, reports.with_name(f"{reports.name}.log")
-        self._within, self._grace, self._on_kill = within_seconds, grace, on_kill
+        self._slurm, self._within = slurm, within_seconds
         self._stop_reason = ""
         self._started = time.monotonic()
         self._stop_sent_at: float | None = None
@@ -49,7 +40,7 @@ class Step:
             with self._log.open("wb") as output:
                 self._process = subprocess.Popen(
                     list(command),
-                    env=dict(environ),
+                    env=dict(slurm.environ),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -64,7 +55,7 @@ class Step:
         if code is None:
             if self._stop_sent_at is None and now - self._started > self._within:
                 self.stop(f"no answer within {self._within:g} s")
-            if self._stop_sent_at is None or now - self._stop_sent_at <= self._grace:
+            if self._stop_sent_at is None or now - self._stop_sent_at <= self._slurm.grace_seconds:
                 return None
             self.abandon()
         return LauncherExit(
@@ -90,7 +81,7 @@ class Step:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._on_kill()
+        self._slurm.is_uncertain = True  # its tasks may still run
         return f"{self.reports.name}: srun was killed"
 
 
@@ -172,7 +163,7 @@ class Slurm(JobScheduler):
         self.nodes, self.python, self.port = allocated_nodes(environ, wanted), sys.executable, random_port()
         require_tool("srun", "squeue", "scancel")
         self._job, self._options = environ["SLURM_JOB_ID"], tuple(options)
-        self._environ = {
+        self.environ = {
             name: value
             for name, value in environ.items()
             if name not in _NOT_FORWARDED and not name.startswith(_TORCHRUN_PREFIXES)
@@ -185,14 +176,8 @@ class Slurm(JobScheduler):
         script = ["sh", "-c", _NODE_RANK_SCRIPT.format(nodes=" ".join(nodes)), plan.python]
         alone = [plan.python, "-m", LAUNCHER]
         within_seconds = plan.seconds(len(nodes))
-        return Step(
-            self._srun(nodes, within_seconds, [*(script if len(nodes) > 1 else alone), *arguments]),
-            environ=self._environ,
-            reports=folder,
-            within_seconds=within_seconds,
-            grace=self.grace_seconds,
-            on_kill=self._on_kill,
-        )
+        command = self._srun(nodes, within_seconds, [*(script if len(nodes) > 1 else alone), *arguments])
+        return Step(self, command, reports=folder, within_seconds=within_seconds)
 
     def stop(self) -> Sequence[str]:
         """End all steps that still run, and cancel those of this sweep that Slurm still knows.
@@ -214,9 +199,6 @@ class Slurm(JobScheduler):
         except EnvironmentBroken as error:
             return [f"steps of this sweep may still run in job {self._job}: {error}"]
         return []
-
-    def _on_kill(self) -> None:
-        self.is_uncertain = True  # its tasks may still run
 
     def _srun(self, nodes: Sequence[str], within_seconds: float, command: Sequence[str]) -> list[str]:
         """Return an srun of one task for each node.

@@ -25,15 +25,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, VARIABLE, ExitNote
 from pytest_gpucluster.launch.detached_process import end_with_parent
-from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.runners.run_result import Conclusion, conclusion
 from pytest_gpucluster.text import one_line, rank_ranges
 
 FILE_NAME = "agent.json"
+"""An :class:`AgentResult`, in the folder of the ranks' notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +62,6 @@ class AgentResult:
     outcome: Literal["done", "ranks failed", "signal", "usage", "error"]
     message: str = ""
     ranks: tuple[RankExit, ...] = ()
-
-    def write(self, folder: Path) -> None:
-        """Write it to a folder."""
-        atomic_write(folder / FILE_NAME, json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, folder: Path) -> AgentResult | None:
-        """Read it back; None if the agent has left none, because it was killed."""
-        try:
-            return codec.read(cls, json.loads((folder / FILE_NAME).read_bytes()), FILE_NAME)
-        except (OSError, ValueError, JournalError):
-            return None
 
 
 def signal_name(number: int) -> str:
@@ -209,7 +197,7 @@ def main(arguments: list[str]) -> None:
         result = run_torchrun(arguments)
     except KeyboardInterrupt:  # while torch is being imported, which takes seconds
         result = AgentResult(outcome="signal", message="SIGINT")
-    result.write(Path(os.environ[VARIABLE]))
+    atomic_write(Path(os.environ[VARIABLE]) / FILE_NAME, json.dumps(asdict(result)))
 
 
 def run_torchrun(arguments: list[str]) -> AgentResult:
@@ -245,7 +233,11 @@ def run_torchrun(arguments: list[str]) -> AgentResult:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        return AgentResult(outcome="ranks failed", ranks=_rank_exits(error.failures))
+        # The one that failed first at the front. Times are whole seconds, and within one the agent ends the other ranks
+        # with SIGTERM: those come last.
+        failed = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
+        ranks = tuple(RankExit(rank=int(rank), code=int(failure.exitcode)) for rank, failure in failed)
+        return AgentResult(outcome="ranks failed", ranks=ranks)
     except SignalException as error:
         return AgentResult(outcome="signal", message=signal_name(int(error.sigval)))
     except ValueError as error:  # torchrun reads some of its options only now
@@ -257,15 +249,6 @@ def run_torchrun(arguments: list[str]) -> AgentResult:
         message = str(error) or f"{frame.filename}, line {frame.lineno}"
         return AgentResult(outcome="error", message=f"{type(error).__name__}: {message}")
     return AgentResult(outcome="done")
-
-
-def _rank_exits(failures: dict[int, Any]) -> tuple[RankExit, ...]:
-    """Return the ranks of ``ChildFailedError.failures``, the one that failed first at the front.
-
-    Times are whole seconds, and within one the agent ends the other ranks with SIGTERM: those come last.
-    """
-    ordered = sorted(failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp, one[0]))
-    return tuple(RankExit(rank=int(rank), code=int(failure.exitcode)) for rank, failure in ordered)
 
 
 # ---- the conclusion

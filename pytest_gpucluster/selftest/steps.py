@@ -37,19 +37,12 @@ from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS
 from pytest_gpucluster.benchmarks.matmul import Buffers, measure_matmul, square_shape
 from pytest_gpucluster.benchmarks.memory_passes import KINDS
 from pytest_gpucluster.config import workload_loader
-from pytest_gpucluster.config.workload import CPU_PROFILE, CRITERIA, USUAL_PROFILE
-from pytest_gpucluster.device import environment
+from pytest_gpucluster.config.workload import CPU_PROFILE, USUAL_PROFILE
+from pytest_gpucluster.device import environment, process_group
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.clock import LAUNCH_SECONDS
 from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.device.interface import Accelerator
-from pytest_gpucluster.device.process_group import (
-    ABORT_SECONDS,
-    NcclReleaser,
-    flight_records,
-    forget_abort,
-    init_group,
-)
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, HardwareFault, WrongResult
 from pytest_gpucluster.judge import evidence, limits, loader
 from pytest_gpucluster.launch.launchers import detect
@@ -64,7 +57,7 @@ from pytest_gpucluster.node.nvml import PyNvml, read_values
 from pytest_gpucluster.selftest import names
 from pytest_gpucluster.selftest.report import GPU_ONLY, SEND, Line, line, shapes
 from pytest_gpucluster.selftest.run import ASSERT_EXIT
-from pytest_gpucluster.text import duration_text, first_line, plural
+from pytest_gpucluster.text import first_line, plural
 
 c10d: Any = dist  # torch's types leave the stores out
 LAUNCHES = 10_000
@@ -120,7 +113,7 @@ class Context:
 
     def alone(self) -> dist.ProcessGroup:
         """Make a default group of this process alone."""
-        return init_group(self.place, store=c10d.HashStore(), rank=0, world_size=1, timeout=self.timeout)
+        return process_group.init_group(self.place, store=c10d.HashStore(), rank=0, world_size=1, timeout=self.timeout)
 
     def sampling(self, seconds: float) -> Sampling:
         """Return how long to measure: on cpu 0.1 s."""
@@ -286,7 +279,7 @@ def _environment(context: Context) -> Line:
             taken[name] = stated[1].replace("true", "1").replace("false", "0") if stated else value
     wrong = [f"{name} is {found}, not {given[name]}" for name, found in taken.items() if found != given[name]]
     silent = [name for name in given if name not in taken]
-    recorded = len(flight_records())
+    recorded = len(process_group.flight_records())
     text = f"{len(taken)} of {len(given)} variables seen in effect; {recorded} entries in the flight recorder"
     text += "".join(f"; {each}" for each in wrong) + (f"; no log states {', '.join(silent)}" if silent else "")
     good = False if wrong else (context.is_gpu and recorded > 0 and len(taken) > len(in_effect)) or None
@@ -335,11 +328,11 @@ def hang(context: Context) -> Iterator[Line]:
     if first:
         text = "an all_reduce that one rank does not enter "
         text += "came back by itself" if by_itself else f"was freed in {took:.2f} s {ended}; the process goes on"
-        yield line("abort", took <= ABORT_SECONDS and not by_itself, text, SEND, seconds=took)
+        yield line("abort", took <= process_group.ABORT_SECONDS and not by_itself, text, SEND, seconds=took)
     del everyone
     gc.collect()
     if context.is_gpu:
-        forget_abort(store)
+        process_group.forget_abort(store)
     else:
         dist.destroy_process_group()
     _meet(context, store, "free")
@@ -357,12 +350,12 @@ def _meet(context: Context, store: Any, name: str) -> None:
     store.wait([f"{name}/{rank}" for rank in range(context.world)])
 
 
-def _groups(context: Context, store: Any, epoch: str) -> tuple[NcclReleaser | SocketReleaser, Any, float]:
+def _groups(context: Context, store: Any, epoch: str) -> tuple[process_group.NcclReleaser | SocketReleaser, Any, float]:
     """Make the default group and two sub-groups; return what aborts them, a group of all, and an all_reduce's busbw."""
     c10d.distributed_c10d._world.group_count = 0
     sockets, own = SocketReleaser(), c10d.PrefixStore(epoch, store)
     with sockets.taking():
-        whole = init_group(
+        whole = process_group.init_group(
             context.place, store=own, rank=context.rank, world_size=context.world, timeout=context.timeout
         )
         alone: Any = dist.new_group([context.rank], timeout=context.timeout, use_local_synchronization=True)
@@ -375,7 +368,7 @@ def _groups(context: Context, store: Any, epoch: str) -> tuple[NcclReleaser | So
         "all_reduce", whole, context.place, payload_bytes=payload, dtype="bf16", sampling=sampling
     )
     assert found.busbw is not None  # there are two ranks
-    return NcclReleaser() if context.is_gpu else sockets, everyone, found.busbw.median
+    return process_group.NcclReleaser() if context.is_gpu else sockets, everyone, found.busbw.median
 
 
 def device_assert(context: Context) -> Iterator[Line]:
@@ -404,7 +397,6 @@ def node(context: Context) -> Iterator[Line]:
     text = log.why_not or f"{plural(len(log.lines), 'line')} by {log.source}, {plural(len(log.xids()), 'Xid')}"
     yield line("kernel log", not log.why_not or None, text, "run as root, or set kernel.dmesg_restrict=0")
     yield _guarded("NCCL log", lambda: _logs(context))
-    yield _guarded("duration", lambda: _duration(context))
     yield _guarded("memory", lambda: _memory(context))
 
 
@@ -445,22 +437,9 @@ def _logs(context: Context) -> Line:
     return line("NCCL log", good, text, SEND, transports=found.transports, unread=other, meant=meant)
 
 
-def _workload(context: Context) -> Any:
-    path = find_suite() / workload_loader.FILE_NAME
-    return workload_loader.load(path, profile=USUAL_PROFILE if context.is_gpu else CPU_PROFILE).workload
-
-
-def _duration(context: Context) -> Line:
-    workload = _workload(context)
-    spans = {name: one.span(workload, name) for name, one in CRITERIA.items() if one.span is not None}
-    times: dict[str, Any] = {name: (span.least_seconds, span.most_seconds) for name, span in spans.items()}
-    shown = [f"{name} {duration_text(least)} to {duration_text(most)}" for name, (least, most) in times.items()]
-    text = f"a test of each, profile {workload.profile}: {', '.join(shown)}; {len(CRITERIA) - len(spans)} unknown"
-    return line("duration", True, text, **times)
-
-
 def _memory(context: Context) -> Line:
-    workload, by = _workload(context), accelerator(context.place)
+    path, profile = find_suite() / workload_loader.FILE_NAME, USUAL_PROFILE if context.is_gpu else CPU_PROFILE
+    workload, by = workload_loader.load(path, profile=profile).workload, accelerator(context.place)
     total, need = by.total_bytes() or 0, {}
     for dtype in dtypes_of(context.place):
         shape = square_shape(max(workload.matmul.sizes), dtype)

@@ -45,8 +45,8 @@ def test_what_is_no_basis_is_refused_and_named(name):
 def test_values_of_all_ranks_and_runs_come_together():
     one, two = source(measured([1.0, 2.0]), number=1), source(measured([3.0]), number=2)
     [found] = series([one, two])
-    assert [(each.value, each.rank, each.run) for each in found.numbers] == [(1.0, 0, 1), (2.0, 1, 1), (3.0, 0, 2)]
-    assert found.numbers[0].place == "rank 0 (gpu-01)"
+    assert [(each.value, each.run) for each in found.numbers] == [(1.0, 1), (2.0, 1), (3.0, 2)]
+    assert [each.place for each in found.numbers] == ["rank 0 (gpu-01)", "rank 1 (gpu-01)", "rank 0 (gpu-01)"]
     assert (found.labels, found.topology, len(found.limits)) == ({"n": "16384"}, {}, 2)
 
 

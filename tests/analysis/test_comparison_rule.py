@@ -100,13 +100,8 @@ EVIL = "<script>\x1b[31m\u202eevil\n\x00" + "x" * 10_000
 
 
 def text(old, new, *, width=80, everything=False, **more):
-    found = comparison_blocks(
-        compare_runs(RunView.of(old), RunView.of(new), **more),
-        old_name="rank {}".format,
-        new_name="rank {} (gpu-a)".format,
-        everything=everything,
-    )
-    return as_text(found, width)
+    found = compare_runs(RunView.of(old), RunView.of(new), **more)
+    return as_text(comparison_blocks(found, old, new, everything=everything), width)
 
 
 OLD = read(
@@ -126,7 +121,7 @@ def test_a_regression_is_shown_with_its_values_and_its_rank():
     assert rest[0].splitlines()[1:] == [
         "regressed  -17.9 %  731 TFLOPS  600 TFLOPS",
         "    test_matmul: matmul.bf16.tflops{n=16384}",
-        "    rank 1 (gpu-a)",
+        "    rank 1 (gpu-a, GPU 1 GPU-gpu-a-1)",
     ]
     assert re.match("1 more .*--all", rest[1])
     assert "hbm.copy.bandwidth" in text(OLD, NEW, everything=True)

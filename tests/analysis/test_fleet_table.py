@@ -6,7 +6,7 @@ import re
 import pytest
 from written_runs import HBM, MATMUL, case, measured, place, read
 
-from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, fleet_blocks, fleet_page, journals_below
+from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, fleet_blocks, fleet_page, journals_below, mixed
 from pytest_gpucluster.analysis.output import as_text
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
@@ -77,10 +77,10 @@ def test_nodes_that_should_be_alike_and_are_not_are_noted():
     found = picture(answer("gpu-1"), answer("gpu-2", sku="H200 SXM", digest="e" * 64))
     assert any("H100 SXM, H200 SXM" in note for note in found.notes)
     assert any("different limits" in note for note in found.notes)
-    assert picture(answer("gpu-1"), answer("gpu-2", rehearsal=True)).mixed
+    assert mixed([answer("gpu-1"), answer("gpu-2", rehearsal=True)])
     simulated = [answer(name, device="simulated") for name in ("gpu-1", "gpu-2")]
-    assert picture(answer("gpu-0"), simulated[0]).mixed
-    assert not picture(*simulated).mixed
+    assert mixed([answer("gpu-0"), simulated[0]])
+    assert not mixed(simulated)
 
 
 def test_nothing_hostile_reaches_the_terminal_or_the_drain_file():

@@ -176,7 +176,6 @@ def test_other_versions_and_variables_are_stated_in_the_verdict(merged):
     )
     assert "NCCL_ALGO: Ring" in read.reason
     assert not re.search("SLURM_JOB_ID|NCCL_DEBUG_FILE", read.reason), "each run has its own"
-    assert "merged with 2" in dict(read.properties)
 
 
 @of_each(

@@ -6,7 +6,7 @@ import pytest
 from accepted_runs import BF16, BUSBW, LIMIT, measured, source
 from each import of_each
 
-from pytest_gpucluster.analysis.calibration import NoFloor, Proposal, Source, conditions_of, overlay, propose, series
+from pytest_gpucluster.analysis.calibration import Source, conditions_of, overlay, propose, series
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.judge import loader
 
@@ -15,15 +15,20 @@ HOSTILE = "'a': {b}\n# <script>\x1b[31m\u202e \ud800"
 
 
 def text_of(sources, peak=None, recorded=()):
-    made = [propose(one, peak=peak) for one in series(sources) if one not in recorded]
+    made, without = [], []
+    for one in series(sources):
+        if one not in recorded:
+            try:
+                made.append(propose(one, peak=peak))
+            except ThresholdsError as error:
+                without.append((one, str(error)))
     return overlay(
         "H100 SXM",
-        [one for one in made if isinstance(one, Proposal)],
-        [one for one in made if isinstance(one, NoFloor)],
+        made,
+        without,
         sources,
         at="2026-01-02T03:04:05Z",
         version="0.1.0",
-        spreads=3.0,
         recorded=recorded,
         shipped="",
     )

@@ -63,7 +63,7 @@ def test_a_journal_that_is_being_written_or_is_none_is_refused(made, monkeypatch
     _, journal = made
     from pytest_gpucluster.journal import journal as journal_module
 
-    def growing(path):
+    def growing(path, slim):
         path.write_bytes(path.read_bytes() + b'{"type":"property","name":"a","value":"b"}\n')
         return journal_module.Journal
 

@@ -98,8 +98,7 @@ def test_parts_that_were_swapped_are_reported_within_80_columns(accepted, tmp_pa
     assert main.main(["certificate", "diff", str(accepted), str(other)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("moved         gpu-01 GPU 2 (00000000:3D:00.0) -> gpu-02 GPU 2")
-    assert "\n2 differences\n" in out
-    assert "SKU: H100 SXM -> H200\n" in out
+    assert out.endswith("\n2 differences\n"), "other limits are no change of the parts"
     assert max(map(len, out.splitlines())) <= 80
 
 

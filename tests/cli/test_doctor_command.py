@@ -237,7 +237,10 @@ def run(words, seconds, **others):
 
 
 def collect(line, environ=None, **sources):
-    return doctor.collect(main.parse(["doctor", *line.split()]), environ or {}, **{"run": run, **sources})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, source in {"run_program": run, **sources}.items():
+            patch.setattr(doctor, name, source)
+        return doctor.collect(main.parse(["doctor", *line.split()]), environ or {})
 
 
 def test_what_kubectl_answers_is_read():
@@ -247,7 +250,7 @@ def test_what_kubectl_answers_is_read():
     def silent(words, *_, **__):
         return forecast(words) if words[0] == sys.executable else Output(why_not="x")
 
-    assert collect("--kubernetes", run=silent).kubernetes == KubernetesFacts(version="", why_not="x")
+    assert collect("--kubernetes", run_program=silent).kubernetes == KubernetesFacts(version="", why_not="x")
 
 
 def test_what_slurm_answers_is_read(monkeypatch):
@@ -263,9 +266,11 @@ def test_what_slurm_answers_is_read(monkeypatch):
 
 def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path):
     words = "--nnodes=2 --master-addr head --master-port=4000 -- acceptance/"
-    place = collect(words, resolve=lambda host, **_: None, probe=lambda host, port: f"{host}:{port}").rendezvous
+    place = collect(
+        words, why_unknown=lambda host, **_: None, probe_port=lambda host, port: f"{host}:{port}"
+    ).rendezvous
     assert place == Rendezvous(option="--master-addr", host="head", port=4000, answer="head:4000")
-    place = collect("--rdzv-endpoint=head:5000", {"PET_NNODES": "2"}, resolve=lambda *_, **__: "no").rendezvous
+    place = collect("--rdzv-endpoint=head:5000", {"PET_NNODES": "2"}, why_unknown=lambda *_, **__: "no").rendezvous
     assert place == Rendezvous(option="--rdzv-endpoint", host="head", port=5000, unknown="no")
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]"}
     assert doctor.rendezvous_of([], job, 1) is None
@@ -274,7 +279,7 @@ def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path):
     found = doctor.rendezvous_of([], {**job, "MASTER_ADDR": "head", "MASTER_PORT": "4000"}, 2)
     assert found == Rendezvous(option="MASTER_ADDR", host="head", port=4000)
     (tmp_path / "hosts").write_text("gpu-[00-01] \ngpu-02 address=here\n")
-    facts = collect(f"--hosts {tmp_path / 'hosts'}", resolve=lambda host, **_: None if host == "here" else "no")
+    facts = collect(f"--hosts {tmp_path / 'hosts'}", why_unknown=lambda host, **_: None if host == "here" else "no")
     assert (facts.plan.nodes, facts.unknown_names) == (3, {"gpu-00": "no", "gpu-01": "no"})
 
 
@@ -292,7 +297,7 @@ def test_over_ssh_the_options_are_those_of_run_hosts(tmp_path, capsys):
         return forecast(words)
 
     given = f"--hosts {tmp_path / 'hosts'} --expect 8xH100"
-    collect(f"{given} -- acceptance/", run=note, resolve=lambda *_, **__: None)
+    collect(f"{given} -- acceptance/", run_program=note, why_unknown=lambda *_, **__: None)
     [words] = started
     assert words[:3] == ["2", "0", "elsewhere"]
     assert words[-2:] == ["acceptance/", "--gpucluster-expect=2x8xH100"]
@@ -315,7 +320,7 @@ def forecast_by_a_fork(tmp_path, monkeypatch):
             code = server.start(words, cwd=Path.cwd(), env=environment(environ), **at).wait(seconds)
             return Output(text=(tmp_path / "out").read_text(), errors=(tmp_path / "err").read_text(), code=code)
 
-    monkeypatch.setitem(doctor.collect.__kwdefaults__, "run", forked)
+    monkeypatch.setattr(doctor, "run_program", forked)
 
 
 @pytest.mark.usefixtures("forecast_by_a_fork")

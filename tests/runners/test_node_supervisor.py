@@ -19,9 +19,9 @@ _DEADLINE = 60.0
 _SUPERVISE = """\
 import os, sys
 from pathlib import Path
-from pytest_gpucluster.runners.node_agent import Supervisor
-supervisor = Supervisor(heartbeat_seconds=float(sys.argv[1]), grace_seconds=float(sys.argv[2]))
-sys.exit(supervisor.run([sys.executable, "-S", "-c", sys.argv[3]], os.environ, Path("run")))
+from pytest_gpucluster.runners import node_agent, ssh
+ssh.HEARTBEAT_TIMEOUT_SECONDS, node_agent.GRACE_SECONDS = float(sys.argv[1]), float(sys.argv[2])
+sys.exit(node_agent.Supervisor().run([sys.executable, "-S", "-c", sys.argv[3]], os.environ, Path("run")))
 """
 _POLITE = """\
 import pathlib, signal, sys, time

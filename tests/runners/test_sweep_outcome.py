@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from pytest_gpucluster.runners.run_result import RunResult
-from pytest_gpucluster.runners.sweep import conclude
-from pytest_gpucluster.runners.sweep_outcome import LauncherExit, Outcome, judge_run
+from pytest_gpucluster.runners.sweep_outcome import LauncherExit, Outcome, conclude, judge_run
 
 ANSWER = RunResult(
     verdict="ACCEPTED", exit=0, reason="9 passed", ended=True, kind="", nnodes=1, world_size=8, journal="/j"

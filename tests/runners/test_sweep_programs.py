@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 from recordings import wait_until
@@ -27,14 +28,15 @@ def python(code):
 )
 def test_the_end_of_its_output_is_the_hint(tmp_path, output, hint):
     command = python(f"import sys; sys.stdout.write({output!r}); sys.exit(7)")
-    started = Step(command, environ=dict(os.environ), reports=tmp_path / "n1", within_seconds=60, grace=60)
+    slurm = SimpleNamespace(environ=dict(os.environ), grace_seconds=60)
+    started = Step(slurm, command, reports=tmp_path / "n1", within_seconds=60)
     ended = wait_until(started.poll)
     assert (ended.exit, ended.stop_reason, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "n1.log"))
 
 
 def test_one_that_cannot_be_started_is_named(tmp_path):
     with pytest.raises(EnvironmentBroken, match="no-such-srun"):
-        Step(["no-such-srun"], environ={}, reports=tmp_path / "n1", within_seconds=1, grace=1)
+        Step(SimpleNamespace(environ={}), ["no-such-srun"], reports=tmp_path / "n1", within_seconds=1)
 
 
 def test_what_it_prints_is_returned():

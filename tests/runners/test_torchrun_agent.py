@@ -1,5 +1,7 @@
 """torchrun's agent: how its end is reported. What it does with ranks is in ``test_run_command``."""
 
+import dataclasses
+import json
 import re
 
 import pytest
@@ -95,9 +97,10 @@ def test_torchruns_folder_of_logs_is_temporary_unless_logs_are_requested(options
 
 def test_an_account_is_read_as_it_was_written_or_not_at_all(tmp_path):
     agent = AgentResult(outcome="ranks failed", message="\x1b é", ranks=(RankExit(rank=3, code=-9),))
-    assert AgentResult.read(tmp_path) is None
-    agent.write(tmp_path)
-    assert AgentResult.read(tmp_path) == agent
+    path = tmp_path / torchrun.FILE_NAME
+    assert verdict.read_note(path, AgentResult) is None
+    path.write_text(json.dumps(dataclasses.asdict(agent)))
+    assert verdict.read_note(path, AgentResult) == agent
     for text in ("", "{", "[]", '{"outcome": "odd"}', '{"outcome": "done", "ranks": [{}]}'):
-        (tmp_path / "agent.json").write_text(text)
-        assert AgentResult.read(tmp_path) is None
+        path.write_text(text)
+        assert verdict.read_note(path, AgentResult) is None

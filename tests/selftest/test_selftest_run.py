@@ -123,7 +123,7 @@ def test_on_cpu_all_of_it_runs_and_the_archive_has_it(tmp_path, capsys, monkeypa
         texts = {Path(name).name: archive.extractfile(name).read().decode() for name in archive.getnames()}
     report = codec.read(Report, json.loads(texts["report.json"]), "report.json")
     states = {line.what: line.state for line in report.lines}
-    assert {"names", "groups", "abort", "device assert", "its end", "duration"} <= {
+    assert {"names", "groups", "abort", "device assert", "its end", "memory"} <= {
         what for what, state in states.items() if state == "OK"
     }
     assert {"matmul fp32", "hbm copy", "host_link h2d", "NCCL memory", "environment"} <= {

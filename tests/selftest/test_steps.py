@@ -58,7 +58,7 @@ def test_the_environment_is_compared_with_the_logs(tmp_path, monkeypatch, handli
     for name, variable in steps.environment.VARIABLES.items():
         monkeypatch.setenv(name, variable.value)
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "NCCL.%p.log"))
-    monkeypatch.setattr(steps, "flight_records", lambda: [{}] * recorded)
+    monkeypatch.setattr(steps.process_group, "flight_records", lambda: [{}] * recorded)
     log = nccl_log.NcclLog.of(steps.os.environ, pid=steps.os.getpid()).path
     log.write_text("h:1:1 [0] NCCL INFO Pattern 4\nh:1:1 [0] NCCL INFO NCCL_NO_CACHE set by environment to X\n")
     (tmp_path / "it.log").write_text(_TORCH.format(handling))
