@@ -27,11 +27,12 @@ def test_matmul(dtype, cluster, workload, telemetry, measure):
     a bf16 result and fast accumulation. The best of n = 4096, 8192 and 16384 is compared with the limit, each rank's
     own best; every size is recorded.
 
-    When it fails: a rate below the limit on one GPU: look at the recorded clocks, power and throttle reasons, at its
-    temperature and power limit (``nvidia-smi -q -d TEMPERATURE,POWER,CLOCK,PERFORMANCE``), at airflow
-    and at other jobs on it. On all GPUs: driver, power profile, or a limit meant for another GPU. Inconclusive: the
-    rate did not settle; look for the same. A wrong product: take this GPU out of service and run the vendor's
-    diagnostics (``dcgmi diag -r 3``). An error about memory: another process uses it.
+    When it fails: a rate below the limit on one GPU: look at the recorded clocks, power and throttle reasons
+    (``nvidia-smi -q -d TEMPERATURE,POWER,PERFORMANCE``), at airflow and at other jobs on it. On all GPUs: driver,
+    power profile, or a limit meant for another GPU. Inconclusive: the rate did not settle; look for the same. A wrong
+    product: take this GPU out of service and run the vendor's diagnostics (``dcgmi diag -r 3``).
+
+    An error about memory: another process uses it.
 
     On cpu this rehearses with small matrices.
     """

@@ -42,7 +42,7 @@ FORWARDED = {
 would end them without a report."""
 _NEXT = {
     0: "`gpucluster certificate create DIR` where it is ACCEPTED; `gpucluster runs compare` with an earlier run",
-    1: "what to do stands above and in report.html; `-k` runs the tests again that it is about",
+    1: "do what stands above, then run what failed again with `-k`",
     10: "`gpucluster doctor` with the same arguments lists what cannot run, and what to type",
     11: "docs/troubleshooting.md, by the message of this line",
     12: "run again without the deviations: without weaker limits or sizes, and without reruns",

@@ -137,7 +137,7 @@ def test_a_place_to_meet_that_does_not_resolve_is_wrong_usage_before_torchrun_st
         (0, "REHEARSAL", "gpucluster node selftest"),
         (0, "SIMULATED", "gpucluster node selftest"),
         (0, "", "gpucluster certificate create"),
-        (1, "REHEARSAL", "report.html"),
+        (1, "REHEARSAL", "again with `-k`"),
         (10, "REHEARSAL", "gpucluster doctor"),
         (12, "", "without the deviations"),
     ],
