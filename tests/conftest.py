@@ -1,5 +1,6 @@
 """What tests of whole pytest sessions share."""
 
+import contextlib
 import gc
 import os
 import resource
@@ -7,13 +8,17 @@ import signal
 import sys
 
 import fork_server
-import hypothesis
 import programs
 import pytest
 
-# How long an example takes says something about the machine only: other tests, and what is first imported in it.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+with contextlib.suppress(
+    ImportError
+):  # pytest loads this file to say of any path that it is wrong, in a rehearsal, too
+    import hypothesis
+
+    # How long an example takes says something about the machine only: other tests, and what is first imported in it.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
 
 # Before torch is loaded: several threads that wait for each other take far more CPU time for such small products.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

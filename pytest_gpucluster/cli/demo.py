@@ -73,7 +73,7 @@ def _fault() -> cli.Argument:
     examples="""\
         gpucluster demo 2x8xH100
         gpucluster demo 2x8xH100 --fault slow-gpu:gpu-01/3=10% --narrate
-        gpucluster demo 2x4xH100 --fault dead-rail:gpu-00/mlx5_1 -- -k nccl
+        gpucluster demo 2x4xH100 --fault dead-rail:gpu-00/mlx5_1 -- -k links
         gpucluster demo 1x2xH100 --all
         """,
     codes=run.run_exit_codes(
@@ -240,13 +240,14 @@ def culprit_lines(reports: Mapping[str, str], planted: Sequence[Fault]) -> Itera
         planted: the faults.
     """
     from pytest_gpucluster.journal.journal import read
-    from pytest_gpucluster.reports.failures import failure_text
+    from pytest_gpucluster.reports.failures import failure_text, failures_by_place
     from pytest_gpucluster.reports.summary import outline
 
     for fault in planted:
         yield f"planted: {fault}: {fault.kind.does}{'; no part may be accused of it' if fault.kind.healthy else ''}"
     journal = read(Path(reports["journal"]), keep_samples=False)
-    bad = outline(journal).bad
+    overview = outline(journal)
+    bad = [row for rows in failures_by_place(journal, overview).values() for row in rows[:1]]
     if not bad:
         yield "no test failed, so no part is accused; what was noticed nevertheless is on the page"
     cases = (
@@ -262,8 +263,9 @@ def culprit_lines(reports: Mapping[str, str], planted: Sequence[Fault]) -> Itera
         anchor = re.search(rf'<tbody id="(c\d+)"[^>]* data-name="{re.escape(html.escape(row.name))}"', page)
         if anchor is not None:
             yield f"- page: {reports['report']}#{anchor[1]}"
-    if len(bad) > _SHOWN:
-        yield f"and {plural(len(bad) - _SHOWN, 'more test')} that did not pass"
+    more = len(overview.bad) - min(len(bad), _SHOWN)
+    if more > 0:
+        yield f"and {plural(more, 'more test')} that did not pass"
     if "exclude" in reports:
         yield f"hosts to leave out of the next jobs: {reports['exclude']}"
 

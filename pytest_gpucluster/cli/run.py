@@ -19,7 +19,7 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote
 from pytest_gpucluster.launch.forks import Forked
-from pytest_gpucluster.text import one_line, printable
+from pytest_gpucluster.text import one_line, paragraph, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.runners.run_result import Conclusion
@@ -49,6 +49,8 @@ _NEXT = {
 }
 """Exit code -> what to do next, where the verdict's reason does not say it."""
 _ON_GPUS = "on GPUs `gpucluster node selftest`, then `gpucluster run -- --gpucluster-expect=1x8xH100`"
+_REST, _BROKEN_WORD = " " * 4, 16
+"""Before the second line of a text, and the columns that the first one may leave free."""
 _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
@@ -188,11 +190,13 @@ def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNo
 
 
 def print_line(line: str, *, is_fitted: bool = False) -> None:
-    """Print a line of this command below what the ranks have printed; ``is_fitted``: cut to the terminal's width."""
+    """Print a line of this command below what the ranks have printed; ``is_fitted``: at most two of a terminal."""
     with suppress(OSError):  # standard error is closed; the exit code is the result all the same
-        if is_fitted and sys.stderr.isatty():
-            line = one_line(line, cli.columns() - len("gpucluster: "))
-        print(f"gpucluster: {printable(line)}", file=sys.stderr, flush=True)
+        text, width = f"gpucluster: {printable(line)}", cli.columns()
+        if sys.stderr.isatty():
+            text = one_line(text, 2 * width - len(_REST) - _BROKEN_WORD) if is_fitted else text
+            text = "\n".join(paragraph(text, width, rest=_REST))
+        print(text, file=sys.stderr, flush=True)
 
 
 COMMAND = _run

@@ -65,7 +65,8 @@ class Node:
 
 
 def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int], list[Row]]:
-    """Return the ranks of each culprit -> its failures, the worst first; places of the fewest ranks come first.
+    """Return the ranks of each culprit -> its failures, the worst first: a finding before a missed rate; places of the
+    fewest ranks come first.
 
     A few GPUs that each miss a limit of a test of nodes, in which each works alone, are a place each, unless they are
     all of a node. What contains the ranks of an earlier place counts with it. Failures without a culprit come last,
@@ -74,7 +75,12 @@ def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int
     found: dict[frozenset[int], list[Row]] = {}
     culprits = {row.nodeid: culprit_ranks(row, journal) for row in overview.bad}
     nodes = grouped((place.host, place.rank) for place in journal.ranks).values()
-    for row in sorted(overview.bad, key=lambda row: (len(culprits[row.nodeid]) or math.inf, row.margin or 0.0)):
+
+    def severity(row: Row) -> tuple[float, bool, float]:
+        few = len(culprits[row.nodeid]) or math.inf
+        return few, row.outcome != "failed", -math.inf if row.margin is None else row.margin
+
+    for row in sorted(overview.bad, key=severity):
         all_ranks = culprits[row.nodeid]
         is_node = any(len(node) > 1 and all_ranks.issuperset(node) for node in nodes)
         for ranks, own in [(all_ranks, row)] if is_node else _apart(row, all_ranks):
@@ -217,6 +223,8 @@ def _miss_text(row: Row) -> str:
         over = f", over {carrier} and not {' or '.join(expected)}" if expected and carrier not in expected else ""
         several = len({each.metric for each in row.result.measurements if each.limit} if row.result else ()) > 1
         text = f"{judged.metric.rpartition('.')[2]} " * several + headline_text(judged) + over
+        origin = judged.limit.origin if judged.limit else ""
+        text += "" if origin.startswith("thresholds.yaml") or not origin else f" ({origin})"  # a limit of the site
         return text if missed_ratio(judged) or (own is not None and own < 0) else judged.reason
     if row.result is None or not row.why.endswith("\N{HORIZONTAL ELLIPSIS}"):
         return row.why

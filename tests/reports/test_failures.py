@@ -39,6 +39,7 @@ def ended(name, *culprits, outcome="failed"):
 
 
 MEASURED = (JudgedMetric(metric="hbm.copy.bandwidth", unit="B/s", status="passed", value=1.0),)
+BEHIND = JudgedMetric(metric="hbm.copy.bandwidth", unit="TB/s", status="failed", value=2.0, worst_rank=5)
 FINE = replace(ended("fine", outcome="passed"), criterion="hbm", measurements=MEASURED)
 DEPLOYED = replace(FINE, criterion="connectivity")
 MAPS = {
@@ -76,6 +77,15 @@ def test_a_gpu_has_its_failures_the_worst_place_first():
     gpu = cluster_map(journal, outline(journal))[1].gpus[3]
     assert [row.name for row in gpu.rows] == ["test_slow", "test_world"]
     assert [len(rows) for rows in failures_by_place(journal, outline(journal)).values()] == [2]
+
+
+def test_a_finding_of_a_gpu_comes_before_the_rates_that_it_misses():
+    rate = replace(BEHIND, limit=JudgedLimit(min=2.5), margin=-0.2)
+    journal = cluster(
+        FINE, replace(ended("slow", 5), measurements=(rate,)), ended("health", 5), ended("lost", 5, outcome="error")
+    )
+    names = [[row.name for row in rows] for rows in failures_by_place(journal, outline(journal)).values()]
+    assert names == [["test_health", "test_slow", "test_lost"]]
 
 
 def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_value():
@@ -117,17 +127,9 @@ def test_two_gpus_that_are_slow_at_the_same_time_are_a_place_each_with_its_own_v
 
 
 def test_two_gpus_that_are_behind_the_others_have_each_their_own_ratio():
-    judged = JudgedMetric(
-        metric="hbm.copy.bandwidth",
-        unit="TB/s",
-        status="failed",
-        value=2.0,
-        worst_rank=5,
-        values=dict.fromkeys(range(24), 3.0) | {5: 2.0, 11: 2.4},
-        limit=JudgedLimit(min=1.0, min_ratio_to_median=0.9),
-        margin=1.0,
-        ratio_to_median=2 / 3,
-    )
+    values = dict.fromkeys(range(24), 3.0) | {5: 2.0, 11: 2.4}
+    limit = JudgedLimit(min=1.0, min_ratio_to_median=0.9)
+    judged = replace(BEHIND, limit=limit, margin=1.0, ratio_to_median=2 / 3, values=values)
     message = "hbm.copy.bandwidth 2 TB/s is 0.6667 of the median"
     behind = replace(ended("hbm", 5, 11), criterion="hbm", message=message, measurements=(judged,))
     shown = render(cluster(behind), width=120)
@@ -136,32 +138,22 @@ def test_two_gpus_that_are_behind_the_others_have_each_their_own_ratio():
 
 
 def test_a_failure_of_more_ranks_names_the_culprit_among_them():
-    missed = (JudgedMetric(metric="nccl.all_reduce.busbw", status="failed"),)
+    missed = (replace(BEHIND, metric="nccl.all_reduce.busbw"),)
     slow, other = ended("slow", 11), ended("other", *range(8))
-    node, world = (
-        replace(ended(name, *ranks), measurements=missed)
-        for name, ranks in (("node", range(8, 16)), ("world", range(24)))
-    )
+    node = replace(ended("node", *range(8, 16)), measurements=missed)
+    world = replace(ended("world", *range(24)), measurements=missed)
     journal = cluster(FINE, slow, node, other, world, ended("broken", *range(24)))
     found = failures_elsewhere(journal, outline(journal))
     assert found == dict.fromkeys((node.nodeid, world.nodeid), "gpu-01 GPU 3 (rank 11), which failed slow")
     assert "; with gpu-01 GPU 3 (rank 11), which failed slow" in junit.render(replace(journal, results=(slow, node)))
-    assert (
-        places_text(journal, outline(journal), f"{slow.nodeid} failed") == "gpu-01 GPU 3 (rank 11); gpu-00, all 8 GPUs"
-    )
-    assert places_text(journal, outline(journal), "rank 3 is lost") == ""
+    seen = outline(journal)
+    assert places_text(journal, seen, f"{slow.nodeid} failed") == "gpu-01 GPU 3 (rank 11); gpu-00, all 8 GPUs"
+    assert places_text(journal, seen, "rank 3 is lost") == ""
 
 
 def test_each_of_two_gpus_with_a_finding_has_its_own_text():
-    judged = JudgedMetric(
-        metric="gpu.findings",
-        unit="findings",
-        status="failed",
-        value=1.0,
-        worst_rank=5,
-        values=dict.fromkeys(range(24), 0.0) | {5: 1.0, 11: 1.0},
-        limit=JudgedLimit(max=0.0),
-    )
+    values = dict.fromkeys(range(24), 0.0) | {5: 1.0, 11: 1.0}
+    judged = replace(BEHIND, metric="gpu.findings", unit="findings", values=values, limit=JudgedLimit(max=0.0))
     found = {5: "HardwareFault: ecc on gpu-00", 11: "HardwareFault: nvlink_down on gpu-01"}
     bad = replace(
         ended("health", *found),

@@ -242,6 +242,9 @@ def test_a_carrier_that_the_limit_does_not_allow_is_named():
     slow = replace(judged, limit=limit, labels={"transport": "NET/Socket"})
     text = failure_text(row_of(replace(failed(MISSED), measurements=(slow,))), JOURNAL)
     assert text.endswith("-31.0 %, over NET/Socket and not NET/IB")
+    own = replace(slow, limit=replace(limit, origin="mine.yaml:6:9"))
+    text = failure_text(row_of(replace(failed(MISSED), measurements=(own,))), JOURNAL)
+    assert text.endswith("(mine.yaml:6:9)")
 
 
 def test_what_explains_a_failure_and_what_to_do_follow_it():

@@ -274,11 +274,7 @@ def fails_with_advice():
 @pytest.mark.parametrize(
     ("test", "merged", "text"),
     [
-        (
-            fails_with_advice,
-            Merged(outcome="failed", text="slow"),
-            f"slow\n\n{ADVICE}",
-        ),
+        (fails_with_advice, Merged(outcome="failed", text="slow"), f"slow\n\n{ADVICE}"),
         (fails_with_advice, Merged(outcome="failed", text="x; what to do: drain it"), "x; what to do: drain it"),
         (fails_with_advice, Merged(outcome="error", text="lost"), "lost"),
         (said, Merged(outcome="failed", text="slow"), "slow"),

@@ -88,7 +88,7 @@ def sampler():
     for pace in made:
         pace.close_seconds = DEADLINE
         pace.close()
-        assert pace._thread is None or not pace._thread.is_alive()
+        assert pace.thread is None or not pace.thread.is_alive()
 
 
 # ---- windows
