@@ -87,6 +87,7 @@ class IsolationResult:
     ``culprits`` are confirmed by further probes with known-good partners. ``cleared`` have passed with others, and
     every failed group that they were in has a culprit. ``undecided`` are the rest; ``why_undecided`` gives the reason,
     and is not empty where there are any, or where the fault did not occur again. ``rounds`` has the outcomes of each.
+    ``unjudged``: how many had a rate that nothing could be compared with.
     """
 
     culprits: tuple[Culprit, ...]
@@ -95,6 +96,7 @@ class IsolationResult:
     rounds: tuple[tuple[Outcome, ...], ...]
     why_undecided: str
     reproduced: bool
+    unjudged: int = 0
 
     @property
     def probes(self) -> int:

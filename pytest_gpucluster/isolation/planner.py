@@ -233,6 +233,7 @@ class Planner:
             rounds=tuple(self._rounds),
             why_undecided="; ".join([*self._reasons(), *self._not_excluded()]),
             reproduced=evidence.reproduced,
+            unjudged=len(self._unjudged()),
         )
 
     # What is probed, in order. Each round is yielded; when the generator resumes, its outcomes have been taken.
@@ -457,9 +458,13 @@ class Planner:
             )
         if found.unexplained:
             yield self._unconfirmed()
-        unjudged = [probe for probe in found.probes if probe.verdict == "unjudged" and probe.outcome.busbw is not None]
+        unjudged = self._unjudged()
         if unjudged:
             yield f"{len(unjudged[-1].members)} at once reached {unjudged[-1].reason}"
+
+    def _unjudged(self) -> list[Probe]:
+        probes = self._evidence.probes
+        return [probe for probe in probes if probe.verdict == "unjudged" and probe.outcome.busbw is not None]
 
     def _not_excluded(self) -> Iterator[str]:
         """Yield which intermittent faults those that are cleared may have all the same."""

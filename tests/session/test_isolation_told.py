@@ -22,9 +22,13 @@ def culprit(*units, failed=3, probes=3):
     return Culprit(units=units, kind=kind, failed=failed, probes=probes, evidence=("round 1, with node-a: late",))
 
 
-def isolated(*culprits, rounds=((GOOD,), (BAD,)), undecided=(), why="", reproduced=True):
+def isolated(*culprits, rounds=((GOOD,), (BAD,)), undecided=(), why="", **more):
     found = {"culprits": culprits, "cleared": (0, 2), "undecided": undecided, "rounds": rounds}
-    return IsolationResult(**found, why_undecided=why, reproduced=reproduced)
+    return IsolationResult(**found, why_undecided=why, **{"reproduced": True, **more})
+
+
+NOT_REPRODUCED = "not isolated, not reproduced in 2 probes"
+UNCOMPARED = "without a limit or others to compare with"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,8 @@ def isolated(*culprits, rounds=((GOOD,), (BAD,)), undecided=(), why="", reproduc
         (isolated(undecided=(1,), why="the search ended early"), "", "not isolated: the search ended early"),
         (isolated(undecided=(1,), why="not confirmed"), "no time", "not isolated: no time"),
         (isolated(reproduced=False, rounds=((GOOD,),)), "", "not isolated, not reproduced in 1 probe"),
-        (isolated(reproduced=False), "no time", "not isolated, not reproduced in 2 probes: no time"),
+        (isolated(reproduced=False, unjudged=1), "", f"{NOT_REPRODUCED}, 1 of them {UNCOMPARED}"),
+        (isolated(reproduced=False), "no time", f"{NOT_REPRODUCED}: no time"),
         (isolated(why="nothing was probed", reproduced=False, rounds=()), "no time", "not isolated: no time"),
     ],
 )
