@@ -140,7 +140,9 @@ def _demo(options: argparse.Namespace) -> int:
             folders = Path(name), folder
             found, directory = _run_nodes(server, forwarder, cluster.hosts, folders, words)
     except (RuntimeError, ConnectionError) as error:
-        raise cli.CommandError(cli.BROKEN_EXIT, f"no rank can be started: {error}; out of memory?") from error
+        raise cli.CommandError(
+            cli.BROKEN_EXIT, f"the process that starts the ranks: {error}; out of memory?"
+        ) from error
     if directory:
         reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
         try:

@@ -19,7 +19,7 @@ from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote
 from pytest_gpucluster.launch.forks import Forked
-from pytest_gpucluster.text import one_line, paragraph, printable
+from pytest_gpucluster.text import paragraph, printable, shortened
 
 if TYPE_CHECKING:
     from pytest_gpucluster.runners.run_result import Conclusion
@@ -44,13 +44,13 @@ _NEXT = {
     0: "`gpucluster certificate create DIR` where it is ACCEPTED; `gpucluster runs compare` with an earlier run",
     1: "do what stands above, then run what failed again with `-k`",
     10: "`gpucluster doctor` with the same arguments lists what cannot run, and what to type",
-    11: "docs/troubleshooting.md, by the message of this line",
+    11: "look for the message below in docs/troubleshooting.md",
     12: "run again without the deviations: without weaker limits or sizes, and without reruns",
 }
 """Exit code -> what to do next, where the verdict's reason does not say it."""
 _ON_GPUS = "on GPUs `gpucluster node selftest`, then `gpucluster run -- --gpucluster-expect=1x8xH100`"
-_REST, _BROKEN_WORD = " " * 4, 16
-"""Before the second line of a text, and the columns that the first one may leave free."""
+_REST = " " * 4
+"""Before the second line of a text."""
 _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
@@ -192,11 +192,13 @@ def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNo
 def print_line(line: str, *, is_fitted: bool = False) -> None:
     """Print a line of this command below what the ranks have printed; ``is_fitted``: at most two of a terminal."""
     with suppress(OSError):  # standard error is closed; the exit code is the result all the same
-        text, width = f"gpucluster: {printable(line)}", cli.columns()
+        lines = [f"gpucluster: {printable(line)}"]
         if sys.stderr.isatty():
-            text = one_line(text, 2 * width - len(_REST) - _BROKEN_WORD) if is_fitted else text
-            text = "\n".join(paragraph(text, width, rest=_REST))
-        print(text, file=sys.stderr, flush=True)
+            width = cli.columns()
+            lines = paragraph(lines[0], width, rest=_REST)
+            if is_fitted and len(lines) > 2:
+                lines[1:] = [shortened(_REST + " ".join(each.strip() for each in lines[1:]), width)]
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 COMMAND = _run

@@ -234,6 +234,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
             )
         )
 
+    is_unsettled = bool(missed) and not problems and all(miss.inconclusive for miss in missed)
     if metric.scope == "group":
         missed = _of_groups(missed, judgeable, known, context)
     worst = max(of, key=lambda rank: badness(of[rank]))
@@ -242,11 +243,11 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
     if missed:
         status = "failed"
         worst = next((miss.worst for miss in missed if miss.worst is not None), worst)
-        # The first way has the place of all: a few ranks in it would be accused where a node or every rank misses.
         first = next((miss for miss in missed if miss.by_rank), None)
-        ranks = [rank for miss in missed for rank in miss.by_rank]
         reason = "; also: ".join(
-            f"{_describe(miss, labels)}{_on(ranks if miss is first else [*miss.by_rank], context)}" for miss in missed
+            f"{_describe(miss, labels)}"
+            f"{_on_all(missed, of, context) if miss is first else _on(list(miss.by_rank), context)}"
+            for miss in missed
         )
         reason += f"; also: {_first_few(problems)}" if problems else ""
     elif problems:
@@ -286,7 +287,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
         stopped=of[worst].stopped,
         peak_ratio=of[worst].value / peak if peak is not None and math.isfinite(of[worst].value) else None,
         reason=printable(reason),
-        unsettled=bool(missed) and not problems and all(miss.inconclusive for miss in missed),
+        unsettled=is_unsettled,
         misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},
         advice=advice,
         evidence=evidence.compare(of[worst].value, bounds, context.limits) if bounds and worst in judgeable else "",
@@ -301,18 +302,24 @@ def _of_groups(
     missed: Iterable[Miss], of: Mapping[int, Measurement], known: Mapping[str, str], context: _Context
 ) -> list[Miss]:
     """Extend each miss to the ranks that work at this rate together, of the node or of all."""
-    found, taken = [], set[int]()
+    found, taken, world = [], set[int](), list(context.world)
     for miss in missed:
         texts: dict[int, str] = {}
         for rank, text in miss.by_rank.items():
-            groups = (context.nodes.get(context.node_of.get(rank, -1), []), list(context.world))
-            group = next((each for each in groups if known["world_size"] == str(len(each))), [])
+            if len(texts) == len(of):
+                break  # all have joined
+            groups = (1, context.nodes.get(context.node_of.get(rank, -1), [])), (len(context.nodes), world)
+            where = known["nnodes"], known["world_size"]
+            group = next((each for nnodes, each in groups if where == (str(nnodes), str(len(each)))), [])
             alike = [member for member in group if member in of and _alike(of[rank].value, of[member].value)]
             for member in (rank, *alike):
-                texts.setdefault(member, miss.by_rank.get(member, text))
+                texts.setdefault(member, miss.by_rank.get(member, f"with {context.name(rank)}: {text}"))
         own = {rank: text for rank, text in texts.items() if rank not in taken}
         taken.update(own)
-        if own or not miss.by_rank:
+        if own and miss.worst is not None and miss.worst not in own:
+            worst = next(iter(own))
+            found.append(replace(miss, by_rank=own, text=own[worst], why="", worst=worst))
+        elif own or not miss.by_rank:
             found.append(replace(miss, by_rank=own))
     return found
 
@@ -448,6 +455,18 @@ def _labels(labels: Mapping[str, str]) -> str:
     return printable(f" ({', '.join(f'{name}={text}' for name, text in labels.items())})") if labels else ""
 
 
+def _on_all(missed: Iterable[Miss], of: Mapping[int, Measurement], context: _Context) -> str:
+    """Return the place of a first miss: with the ranks at its worst rate that miss in another way, for a few of a node
+    would be accused where all of it misses; and the worst by its name where no other one is near."""
+    first, *later = [list(miss.by_rank) for miss in missed if miss.by_rank]
+    worst = of[first[0]].value
+    ranks = first + [rank for more in later for rank in more if _alike(of[rank].value, worst)]
+    place, alone = _on(ranks, context), _on(ranks[:1], context)
+    if len(ranks) < 3 or place.startswith(alone) or any(_alike(of[rank].value, worst) for rank in ranks[1:]):
+        return place
+    return f"{alone}, and {len(ranks) - 1} more ranks"
+
+
 def _on(ranks: Sequence[int], context: _Context) -> str:
     if not ranks:
         return ""
@@ -457,7 +476,7 @@ def _on(ranks: Sequence[int], context: _Context) -> str:
         return printable(describe_nodes(some, nodes=context.nodes, host_of=context.host_of, noun=noun))
 
     all_of = whole_nodes(ranks)
-    if all_of and not {*ranks}.issuperset(context.nodes[context.node_of[ranks[0]]]):
+    if all_of and not {*ranks}.issuperset(context.nodes.get(context.node_of.get(ranks[0], -1), ())):
         return f" on {context.name(ranks[0])}, and {whole_nodes(ranks[1:])}"  # the worst is none of these nodes'
     if all_of:
         return f" on {all_of}"

@@ -193,7 +193,7 @@ def explanation(telemetry: Mapping[str, Any], *, of_rate: bool = True) -> str:
     Args:
         telemetry: as ``node.health.telemetry.summary`` returns it, with ``counters``, those that have changed and by
             how much, and ``transport``, why a slower transport was chosen (``node.fabric.nccl_log``).
-        of_rate: whether a rate was measured: a low clock makes no result wrong, and no host's clock.
+        of_rate: whether a rate was measured: a low clock makes no result wrong, and explains none of a host.
     """
     transport = telemetry.get("transport")
     parts = [

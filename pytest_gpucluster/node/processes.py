@@ -89,14 +89,15 @@ def run_program(
     environ: Mapping[str, str] | None = None,
     given: str = "",
 ) -> Output:
-    """Run a program with ``given`` as its standard input, and return its output; after ``seconds`` it is killed."""
+    """Run a program with ``given`` as its standard input, and return its output, in the C locale unless there is an
+    ``environ``; after ``seconds`` it is killed."""
     try:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
+            env={**os.environ, "LC_ALL": "C"} if environ is None else environ,
             start_new_session=True,
         )
     except OSError as error:
@@ -112,6 +113,9 @@ def run_program(
         for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
             pipe.close()
         return Output(text=_text(late.stdout), why_not=f"{command[0]}: no answer within {seconds:g} s")
+    except BaseException:  # Ctrl-C does not reach it, for it has a session of its own
+        kill(process)
+        raise
     text, errors, code = _text(out), _text(err), process.returncode
     why_not = f"{command[0]}: {first_line(errors) or f'exit code {code}'}" if code else ""
     return Output(text=text, errors=errors, code=code, why_not=why_not)

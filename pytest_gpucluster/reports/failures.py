@@ -91,7 +91,7 @@ def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int
 
 def failures_elsewhere(journal: Journal, overview: Outline) -> dict[str, str]:
     """Return of each limit that more ranks miss than a culprit among them: the test's id -> "gpu-01 GPU 3 (rank 7),
-    which failed hbm[read]"."""
+    which failed hbm[read]", the first one of several."""
     found = {}
     for ranks, (worst, *rows) in failures_by_place(journal, overview).items():
         text = f"{place_text(ranks, journal)}, which failed {display_name(worst.name)}"

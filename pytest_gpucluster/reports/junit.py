@@ -206,7 +206,7 @@ def _fill(case: ET.Element, result: TestResult, journal: Journal, options: JUnit
         is_named = result.phase == "call" or result.phase in result.message
         message = result.message if is_named else f"in {result.phase}: {result.message}"
         if elsewhere:
-            taking_part = f"; with {elsewhere}"
+            taking_part = one_line(f"; with {elsewhere}", MESSAGE_CHARACTERS // 2)
             message = one_line(message, MESSAGE_CHARACTERS - len(taking_part)) + taking_part
         # The table comes first, because readers cut off the end of a long text.
         body = "\n\n".join(part for part in (rank_tables(result, journal), result.text) if part)

@@ -236,11 +236,8 @@ def missed_ratio(judged: JudgedMetric) -> tuple[float, float] | None:
     if limit is None or ratio is None or limit.min_ratio_to_median is None or ratio >= limit.min_ratio_to_median:
         return None
     has_bounds = (limit.min, limit.max) != (None, None)
-    if (
-        judged.status != "failed"
-        or judged.inconclusive
-        or (has_bounds and (judged.margin is None or judged.margin < 0))
-    ):
+    beyond = has_bounds and (judged.margin is None or judged.margin < 0)
+    if judged.status != "failed" or judged.inconclusive or beyond or not is_better_higher(judged):
         return None
     return ratio, limit.min_ratio_to_median
 

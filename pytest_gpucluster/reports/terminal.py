@@ -158,7 +158,7 @@ def _culprits(journal: Journal, overview: Outline, *, width: int, colour: bool) 
         lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, rest=_INDENT)]
         for what in failures.advice(row):
             lines += paragraph(what, width, first=_INDENT, rest=_INDENT) if what not in advised else []
-            advised.add(what)
+            advised |= {what} if what.startswith("what to do: ") else set()
     if len(places) > _MOST_PLACES:
         lines.append(f"and {len(places) - _MOST_PLACES} more places; -v lists all that failed")
     return lines

@@ -66,7 +66,9 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply]) -> tuple[No
             # A node that reports an error is reachable, but missing all the same.
             found.append(NodeCheck(host=host, state=NO_ANSWER, facts={}, problems=(one_line(why, _CHARACTERS),)))
             continue
-        problems = [one_line(str(each), _CHARACTERS) for each in mine.get("problems") or ()]
+        named_problems = mine.get("problems")
+        listed = named_problems if isinstance(named_problems, list) else []
+        problems = [one_line(str(each), _CHARACTERS) for each in listed]
         for key, called in _COMPARED.items():
             has = str(mine.get(key, ""))
             if has != common[key]:

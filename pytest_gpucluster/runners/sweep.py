@@ -5,6 +5,7 @@ A node without a verdict never counts as good.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -220,7 +221,7 @@ def run_tool(command: Sequence[str], *, given: str = "", within_seconds: float) 
     Raises:
         EnvironmentBroken: it cannot be run, does not end in time, or ends with another code than 0.
     """
-    done = run_program(command, within_seconds, given=given)
+    done = run_program(command, within_seconds, environ=os.environ, given=given)  # a job inherits it
     if done.why_not:
         message = one_line(done.errors or done.text, 400) or "no message"
         why_not = f"ended with exit code {done.code}: {message}" if done.code else done.why_not

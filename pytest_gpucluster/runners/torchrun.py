@@ -235,7 +235,10 @@ def run_torchrun(arguments: list[str]) -> AgentResult:
     except ChildFailedError as error:
         # The one that failed first at the front. Times are whole seconds, and within one the agent ends the other ranks
         # with SIGTERM: those come last.
-        failed = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
+        failed = sorted(
+            error.failures.items(),
+            key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp, one[0]),
+        )
         ranks = tuple(RankExit(rank=int(rank), code=int(failure.exitcode)) for rank, failure in failed)
         return AgentResult(outcome="ranks failed", ranks=ranks)
     except SignalException as error:

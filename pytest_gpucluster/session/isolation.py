@@ -166,7 +166,7 @@ class Search:
             return "isolated: " + ", ".join(map(self._named, found.culprits))
         if found.rounds and not found.reproduced:
             text = f"not isolated, not reproduced in {plural(found.probes, 'probe')}"
-            text += f", {found.unjudged} of them without a limit or others to compare with" if found.unjudged else ""
+            text += f", {found.unjudged} of them not judged" if found.unjudged else ""
             return f"{text}: {cut_short}" if cut_short else text
         return f"not isolated: {cut_short or found.why_undecided}"
 

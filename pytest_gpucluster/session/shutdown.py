@@ -91,7 +91,7 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
         except JournalError as error:  # none is expected, and the process must end with a verdict
             results.append(TestResult(nodeid=record.test.nodeid, outcome=record.outcome))
             problems.append(f"{record.test.nodeid} is recorded in part only: {error}")
-    decided = verdict.decide(
+    return verdict.decide(
         results,
         pytest_exit=pytest_exit,
         abort=None if abort is None else (abort.exit, abort.message),
@@ -104,8 +104,16 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
         deviations=run.deviations,
         topology="; ".join([_topology(run), *_remarks(run)]),
     )
-    journal = run.journal_copy.journal() if decided.exit == 1 else None
-    return replace(decided, places=places_text(journal, outline(journal), decided.reason)) if journal else decided
+
+
+def _with_places(run: Run, decided: verdict.Verdict) -> verdict.Verdict:
+    """Add the places of the culprits to the verdict. Main thread only."""
+    try:
+        journal = run.journal_copy.journal() if decided.exit == 1 else None
+        return replace(decided, places=places_text(journal, outline(journal), decided.reason)) if journal else decided
+    except Exception as error:  # none is expected, and the process must end with a verdict
+        _say(run, f"the places of the culprits are unknown: {error!r}")
+        return decided
 
 
 def _topology(run: Run) -> str:
@@ -153,7 +161,7 @@ def finish_for_workers(run: Run, pytest_exit: int, *, why: str | None = None, re
     ):  # else that explains why pytest has stopped
         abort = AbortReason(name="interrupted", message="interrupted before every worker had run every test", exit=2)
         run.record_abort(abort)
-    run.verdict = decide(run, pytest_exit=pytest_exit, abort=abort)
+    run.verdict = _with_places(run, decide(run, pytest_exit=pytest_exit, abort=abort))
     write_end(run)
     return run.verdict.exit
 
@@ -184,7 +192,7 @@ def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
         if failure is not None:
             run.problems.append(failure)  # now, so that every rank ends with the same exit code
         worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
-        run.verdict = decide(run, pytest_exit=worst, abort=run.abort_reason)
+        run.verdict = _with_places(run, decide(run, pytest_exit=worst, abort=run.abort_reason))
         return asdict(run.verdict)
 
     run.watch.enter("the end of the session", _FINISH_DEADLINE_SECONDS)

@@ -51,8 +51,7 @@ def test_every_node_ends_with_the_exit_code_of_the_run_and_names_the_reports(tmp
     assert run.exits == [1, 1], run.output
     reports = (run.directory / "reports" / "latest").resolve()
     first, second = last_lines(run)
-    begin = "gpucluster: REHEARSAL, REJECTED, exit code 1: node-b (rank 1): test_it.py::test_it failed: rank 1 (node-b)"
-    assert first.startswith(begin)
+    assert first.startswith("gpucluster: REHEARSAL, REJECTED, exit code 1: node-b (rank 1): test_it.py::test_it failed")
     assert first.endswith(f"(reports: {reports})")
     assert second == first.replace("(reports: ", "(reports: node-a:")
 

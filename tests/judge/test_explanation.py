@@ -39,7 +39,7 @@ SILENT = [
     HEALTHY,
     {},
     seen(throttle_share={"hw_thermal": 0.9 * LEAST_SHARE}),  # for a moment only
-    seen(throttle_share={"sw_power_cap": 0.9 * NOTED_SHARE}),
+    seen(throttle_share={"sw_power_cap": 1.0, "board_limit": 0.9 * NOTED_SHARE}),
     seen(sm_clock_mhz=[300, SLOW_CLOCK, 1980]),  # just not low
     seen(sm_clock_mhz=[300, 300, 300], sm_clock_max_mhz=None),  # of an unknown highest
 ]

@@ -81,13 +81,18 @@ def test_a_rank_that_misses_the_limit_of_a_collective_does_so_with_those_at_its_
     labels = {"size": "1 GB", "world_size": "8", "nnodes": "1"}
     values = dict.fromkeys(range(16), 442.0) | dict.fromkeys(range(8, 16), 401.0) | {9: low}
     by_rank = {rank: [busbw(value, labels=labels)] for rank, value in values.items()}
-    verdict = hold(by_rank, size=16, limits=replace(LIMITS, limits=tuple(map(_without_ratio, LIMITS.limits))))
+    floors = tuple(replace(limit, min_ratio_to_median=None) for limit in LIMITS.limits)
+    verdict = hold(by_rank, size=16, limits=replace(LIMITS, limits=floors))
     assert sorted(verdict.measurements[0].misses) == [*missed]
     assert ("on all 8 GPUs of" in verdict.message) is (len(missed) == 8)
 
 
-def _without_ratio(limit):
-    return replace(limit, min_ratio_to_median=None)
+def test_a_gpu_that_is_far_below_the_others_of_its_node_is_named_whatever_they_miss():
+    """They are only a little below the limit, or their values did not settle."""
+    low = held({rank: 500.0 if rank == 11 else 699.0 for rank in range(8, 16)})
+    assert "on rank 11 (gpu-01, GPU 3 GPU-1f2e), and 7 more ranks" in low.message
+    by_rank = {rank: [replace(bf16(730.0), inconclusive="wide")] for rank in range(8)} | {3: [bf16(500.0)]}
+    assert hold(by_rank).message.partition("; also")[0].endswith("on rank 3 (gpu-00, GPU 3 GPU-1f2e)")
 
 
 def test_a_node_is_named_where_some_of_its_gpus_miss_the_limit_in_another_way():

@@ -43,7 +43,6 @@ def run_on(gpu, *, sku=None, expect=None, allocated=(None, None), overlay=None):
             )
         },
         "problems": [],
-        "journal_copy": SimpleNamespace(journal=lambda: None),
         "deviations": [],
         "environ": {},
         "manifest": Manifest(node_ids=("test_a",), files=("criteria.txt",)),
