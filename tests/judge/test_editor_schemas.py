@@ -84,7 +84,7 @@ def test_the_examples_for_operators_are_taken_by_both(tmp_path):
         block for block in re.findall(r"^```yaml\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE) if "skus:" in block
     ]
     header = loader.shipped_path().read_text(encoding="utf-8").split("#     schema_version: 1\n")[1]
-    examples.append("schema_version: 1\n" + header.split("\n#\n")[0].replace("#     ", ""))
+    examples.append("schema_version: 1\n" + header.split("\n# An entry")[0].replace("#     ", ""))
     assert len(examples) >= 2
     for example in examples:
         (tmp_path / "my.yaml").write_text(example, encoding="utf-8")
