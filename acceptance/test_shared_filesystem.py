@@ -21,14 +21,15 @@ def test_shared_filesystem(artifacts, cluster, inventory, measure, record_proper
     """Accepted: what one node writes every other node reads, also where it is written over. A file that is replaced by
     renames is never missing and never torn for any reader, and all come to see its last version. The folder is on the
     same kind of file system everywhere, there is room on it, and no node has a network file system that does not
-    answer. The rate of small files is recorded. ``checkpoint.bandwidth`` measures large files.
+    answer. The rate of small files is judged by a limit of the site. ``checkpoint.bandwidth`` measures large files.
 
     Why: checkpoints, logs and data sets are shared between nodes. A node that has another folder mounted there, or a
     stale one, loses or mixes up what it writes, without a message.
 
     When it fails: the message names the node and the file, and says what each node has mounted. A folder that other
     nodes do not see: pass one on a shared file system by ``--gpucluster-scratch``. "Stale file handle" or no answer:
-    mount it again on the named node, and look at the server.
+    mount it again on the named node, and look at the server. Small files that are slower than your limit: on all nodes
+    the server, on one its client or its network.
 
     On one node it has itself to read from.
     """

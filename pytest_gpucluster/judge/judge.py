@@ -237,6 +237,8 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
     is_unsettled = bool(missed) and not problems and all(miss.inconclusive for miss in missed)
     if metric.scope == "group":
         missed = _of_groups(missed, judgeable, known, context)
+    elif metric.scope == "node":
+        missed = [_of_nodes(miss, context) for miss in missed]
     worst = max(of, key=lambda rank: badness(of[rank]))
     status: Status = "passed"
     reason = ""
@@ -244,11 +246,13 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
         status = "failed"
         worst = next((miss.worst for miss in missed if miss.worst is not None), worst)
         first = next((miss for miss in missed if miss.by_rank), None)
-        reason = "; also: ".join(
-            f"{_describe(miss, labels)}"
-            f"{_on_all(missed, of, context) if miss is first else _on(list(miss.by_rank), context)}"
-            for miss in missed
-        )
+
+        def place(miss: Miss) -> str:
+            if metric.scope == "node":
+                return _on_nodes(miss.by_rank, context)
+            return _on_all(missed, of, context) if miss is first else _on(list(miss.by_rank), context)
+
+        reason = "; also: ".join(f"{_describe(miss, labels)}{place(miss)}" for miss in missed)
         reason += f"; also: {_first_few(problems)}" if problems else ""
     elif problems:
         status = "error"
@@ -322,6 +326,12 @@ def _of_groups(
         elif own or not miss.by_rank:
             found.append(replace(miss, by_rank=own))
     return found
+
+
+def _of_nodes(miss: Miss, context: _Context) -> Miss:
+    """Extend a miss of what a rank has measured for its node to all ranks of it: none of its GPUs is the culprit."""
+    nodes = {context.node_of.get(rank, -1): text for rank, text in miss.by_rank.items()}
+    return replace(miss, by_rank={rank: text for node, text in nodes.items() for rank in context.nodes.get(node, ())})
 
 
 def _alike(one: float, other: float) -> bool:
@@ -465,6 +475,15 @@ def _on_all(missed: Iterable[Miss], of: Mapping[int, Measurement], context: _Con
     if len(ranks) < 3 or place.startswith(alone) or any(_alike(of[rank].value, worst) for rank in ranks[1:]):
         return place
     return f"{alone}, and {len(ranks) - 1} more ranks"
+
+
+def _on_nodes(ranks: Iterable[int], context: _Context) -> str:
+    nodes = dict.fromkeys(context.node_of[rank] for rank in ranks)
+    hosts = [printable(context.host_of.get(context.nodes[node][0], f"node {node}")) for node in nodes]
+    if len(hosts) == len(context.nodes) > 2:
+        return f" on all {len(hosts)} nodes: look at what they share"
+    more = f", and {len(hosts) - 2} more nodes" if len(hosts) > 2 else ""
+    return f" on {' and '.join(hosts[:2])}{more}" if hosts else ""
 
 
 def _on(ranks: Sequence[int], context: _Context) -> str:

@@ -180,6 +180,9 @@ HOT_CELSIUS = 85.0
 LOW_CLOCK_RATIO = 0.6
 """An SM clock below this part of the card's highest is far below it; this suite's rule. A GPU at its power limit has a
 clock below the highest, too, but by less."""
+BUSY_PERCENT = 50.0
+"""A GPU that runs kernels in less of the time waits, and has a low clock because of that; this suite's rule. Source:
+NVML API reference, nvmlUtilization_t."""
 CHARACTERS = 100
 """The longest explanation in a failure's one line, after value, limit and rank. The least likely causes are dropped."""
 _THERMAL = ("hw_thermal", "sw_thermal", "hw_slowdown")
@@ -245,8 +248,9 @@ def _clock(telemetry: Mapping[str, Any]) -> Iterator[str]:
     clocks, highest = telemetry.get("sm_clock_mhz"), _number(telemetry.get("sm_clock_max_mhz"))
     if highest is None or not isinstance(clocks, (list, tuple)) or len(clocks) != 3:
         return
-    usual = _number(clocks[1])
-    if usual is not None and usual < LOW_CLOCK_RATIO * highest:
+    usual, used = _number(clocks[1]), telemetry.get("utilization_percent")
+    waits = isinstance(used, (list, tuple)) and len(used) == 3 and (_number(used[1]) or 0.0) < BUSY_PERCENT
+    if usual is not None and usual < LOW_CLOCK_RATIO * highest and not waits:
         yield f"SM clock {usual:.0f} of {highest:.0f} MHz"
 
 

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pytest_gpucluster.benchmarks.collective_payload import ROOT
 from pytest_gpucluster.benchmarks.collectives import Call, busbw_factor
+from pytest_gpucluster.benchmarks.storage import bandwidth, consistency
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.clock import LAUNCH_SECONDS, Clock, WallClock
 from pytest_gpucluster.device.interface import Capability
@@ -201,6 +202,24 @@ def plant_in_training(world: World) -> None:
         register_module_forward_hook(spoil)
     if has("diverge") is not None:
         register_optimizer_step_post_hook(grow)
+
+
+def plant_in_files(world: World) -> None:
+    """Let each read and write of a shared file's content take longer, as the fault says: in real time, as files are."""
+    seconds = world.cluster.faults.amount("slow-files")
+    if seconds is None:
+        return
+
+    def late(call: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*given: Any) -> Any:
+            time.sleep(seconds)
+            return call(*given)
+
+        return slow
+
+    for module, names in ((bandwidth, ("write_bytes", "read_into")), (consistency, ("write_small", "read_small"))):
+        for name in names:
+            setattr(module, name, late(getattr(module, name)))
 
 
 _LOST = {

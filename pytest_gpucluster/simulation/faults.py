@@ -79,6 +79,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "mig": Kind(where="gpu", does="MIG is on"),
         "vbios": Kind(where="gpu", does="another VBIOS than all others"),
         "clock-skew": Kind(where="host", does="its clock is ahead by this much", amount=2.0, unit="s"),
+        "slow-files": Kind(
+            where="cluster", does="reads and writes of shared files take this much longer", amount=0.05, unit="s"
+        ),
         "straggler": Kind(where="gpu", does="it is slower in training by this much", amount=0.3, unit="%"),
         "wrong-gradient": Kind(where="gpu", does="one of its gradients is wrong by this much", amount=0.1, unit="%"),
         "diverge": Kind(where="cluster", does="the training's loss rises"),

@@ -36,7 +36,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     """
     from pytest_gpucluster.benchmarks import collectives
     from pytest_gpucluster.device import backends
-    from pytest_gpucluster.simulation.device import Simulated, World, calls, plant_in_training
+    from pytest_gpucluster.simulation.device import Simulated, World, calls, plant_in_files, plant_in_training
 
     found = descriptions.load(what)
     if facts.nnodes > found.nodes or facts.local_world_size > found.gpus_per_node:
@@ -53,6 +53,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
         setattr(module, name, value)
     world = World(found, machine)
     plant_in_training(world)
+    plant_in_files(world)
     backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)
     collectives.CALLS.update(calls(world))
     return replace(facts, hostname=host)

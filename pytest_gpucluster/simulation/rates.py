@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 from pytest_gpucluster.judge import evidence, loader
 from pytest_gpucluster.judge.evidence import Row
@@ -45,6 +46,31 @@ class Rate:
     basis: Basis
     setting: Sequence[Row] = ()
     checking: Sequence[Row] = ()
+
+
+class Condition(NamedTuple):
+    """What a rate depends on, as :meth:`Rates.of` takes it."""
+
+    metric: str
+    labels: Mapping[str, str] = MappingProxyType({})
+    world_size: int = 1
+    nodes: int = 1
+    n: int = 0
+
+
+def conditions(cluster: Cluster) -> Iterator[Condition]:
+    """Yield what the devices of a cluster ask for: of GPUs alone, then of a node, then of the cluster. Products have
+    8192 rows, and collectives move 1 GB."""
+    yield from (Condition(f"matmul.{dtype}.tflops", n=8192) for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8"))
+    yield from (Condition(f"hbm.{kind}.bandwidth") for kind in ("copy", "read", "write"))
+    yield from (Condition(f"host_link.{way}.bandwidth", {"mode": "alone"}) for way in ("h2d", "d2h"))
+    yield Condition("training.mfu", {"model": "large"})
+    for nodes in sorted({1, cluster.nodes}):
+        over = {"transport": "P2P" if nodes == 1 else cluster.nccl.transport}
+        ranks = nodes * cluster.gpus_per_node
+        yield Condition("link.bandwidth", over, ranks, nodes)
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"):
+            yield Condition(f"nccl.{name}.busbw", {**over, "size": "1 GB"}, ranks, nodes)
 
 
 class Rates:

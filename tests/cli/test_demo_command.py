@@ -125,9 +125,7 @@ def test_too_little_memory_is_said_before_anything_is_started(tmp_path, monkeypa
         (["--", "acceptance"], False),
     ],
 )
-def test_what_trains_for_minutes_is_left_out_unless_all_or_other_tests_are_asked_for(
-    tmp_path, monkeypatch, words, is_short
-):
+def test_what_trains_for_minutes_is_left_out_unless_it_is_asked_for(tmp_path, monkeypatch, words, is_short):
     taken = []
 
     def run_nodes(*given):

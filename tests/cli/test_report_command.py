@@ -85,9 +85,7 @@ def test_what_goes_to_the_standard_output_is_the_report_and_nothing_else(run, tm
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_outputs_that_would_replace_something_are_refused_before_any_is_written(
-    run, tmp_path, capsys, arguments, message
-):
+def test_outputs_that_would_replace_something_are_refused(run, tmp_path, capsys, arguments, message):
     (tmp_path / "x").mkdir()
     (tmp_path / "link").symlink_to(run / "journal.jsonl")
     before = (run / "journal.jsonl").read_bytes()

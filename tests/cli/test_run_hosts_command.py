@@ -95,9 +95,7 @@ def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake,
         ),
     ],
 )
-def test_the_exit_code_is_the_run_s_and_never_better_than_what_is_known(
-    first, second, code, line, ssh, fake, monkeypatch
-):
+def test_the_exit_code_is_never_better_than_what_is_known(first, second, code, line, ssh, fake, monkeypatch):
     monkeypatch.setattr(registry, "FILES", {})  # a second for each of these
     fake.acts({"localhost": first, "gpu-2": second})
     found, _, err, kept = ssh()

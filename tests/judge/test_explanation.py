@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from pytest_gpucluster.judge.limits import Limit
 from pytest_gpucluster.judge.misses import (
+    BUSY_PERCENT,
     HOT_CELSIUS,
     LEAST_SHARE,
     LOW_CLOCK_RATIO,
@@ -41,6 +42,7 @@ SILENT = [
     seen(throttle_share={"hw_thermal": 0.9 * LEAST_SHARE}),  # for a moment only
     seen(throttle_share={"sw_power_cap": 1.0, "board_limit": 0.9 * NOTED_SHARE}),
     seen(sm_clock_mhz=[300, SLOW_CLOCK, 1980]),  # just not low
+    seen(sm_clock_mhz=[300, 345, 1980], utilization_percent=[0, 0.9 * BUSY_PERCENT, 100]),  # it waits
     seen(sm_clock_mhz=[300, 300, 300], sm_clock_max_mhz=None),  # of an unknown highest
 ]
 EXPLAINED = {
@@ -60,7 +62,9 @@ EXPLAINED = {
     ),
     "84 degC": seen(temperature_celsius=[70, 80, 84]),
     f"{HOT_CELSIUS:.0f} degC": {"temperature_celsius": [70, 80, HOT_CELSIUS]},  # of an unknown limit
-    "SM clock 1176 of 1980 MHz": seen(sm_clock_mhz=[300, 0.99 * SLOW_CLOCK, 1980]),
+    "SM clock 1176 of 1980 MHz": seen(
+        sm_clock_mhz=[300, 0.99 * SLOW_CLOCK, 1980], utilization_percent=[0, BUSY_PERCENT, 100]
+    ),
     "pcie.replays +3": seen(counters={"pcie.replays": 3, "infiniband.mlx5_0/1.port_xmit_bytes": 10**9}),
     "nvlink.replay[0] +1, nvlink.replay[1] +1, nvlink.replay[2] +1, 2 more counters": seen(
         counters={f"nvlink.replay[{link}]": 1 for link in range(5)}

@@ -317,7 +317,16 @@ def test_a_metric_of_the_node_needs_one_value_per_node(scoped):
 def test_with_both_bounds_the_value_nearest_to_missing_decides(scoped):
     values = {rank: [measurement("site.node", value, unit="s")] for rank, value in enumerate((5, 0.5, 9.9))}
     verdict = hold(values, size=3, sku="H200", limits=scoped)
-    assert verdict.message == "site.node 0.5 s < 1 s on rank 1 (gpu-00, GPU 1 GPU-1f2e)"
+    assert verdict.message == "site.node 0.5 s < 1 s on node 0"
+
+
+def test_what_a_node_misses_names_the_node_and_none_of_its_gpus(scoped):
+    late = {rank: [measurement("site.node", 5 + rank, unit="s")] for rank in (0, 8, 16)}
+    verdict = hold(late, size=24, sku="H200", limits=scoped)
+    assert verdict.message == "site.node 21 s > 10 s on node 2 and node 1"
+    assert set(verdict.measurements[0].misses) == set(range(8, 24))
+    verdict = hold(dict.fromkeys(late, late[16]), size=24, sku="H200", limits=scoped)
+    assert in_order(verdict.message, "on all 3 nodes")
 
 
 def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_and_missed(scoped):

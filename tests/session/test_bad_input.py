@@ -115,9 +115,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize(("variables", "texts"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
-def test_contradictory_variables_of_a_launcher_are_told_and_replace_an_earlier_report(
-    stale, monkeypatch, variables, texts
-):
+def test_contradictory_variables_of_a_launcher_are_shown(stale, monkeypatch, variables, texts):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refused(stale.run(), "do not define a rank", "what to do: ", *texts)

@@ -347,9 +347,7 @@ def test_uneven_nodes_are_an_error_that_says_what_to_do(run):
 @pytest.mark.parametrize(
     ("fault", "victim"), [("hang_in_a_subgroup", 3), ("hang_before_a_subgroup_is_made", 2)], ids=["in it", "before it"]
 )
-def test_a_rank_that_hangs_holds_up_its_subgroup_only_until_the_deadline_and_the_next_test_has_new_groups(
-    run, fault, victim
-):
+def test_a_rank_that_hangs_holds_up_its_subgroup_only_until_the_deadline(run, fault, victim):
     assert run.verdicts[f"test_{fault}"].startswith(f"error: rank {victim} (node-a): hangs at test_groups.py:")
     assert run.verdicts[f"test_after_{fault}"] == "passed"
     assert run.left_over == []

@@ -182,9 +182,7 @@ NEEDS = """
     ],
     ids=["none", "room for a criterion", "a node that was not launched"],
 )
-def test_what_the_allocation_has_no_room_for_is_skipped_and_what_it_has_room_for_is_missed(
-    project, monkeypatch, allocated, end
-):
+def test_what_the_allocation_has_no_room_for_is_skipped(project, monkeypatch, allocated, end):
     for name, value in (allocated | {"SLURM_JOB_ID": "77"} if allocated else {}).items():
         monkeypatch.setenv(name, value)
     project.suite(NEEDS)

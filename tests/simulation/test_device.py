@@ -1,10 +1,12 @@
 """The simulated device: healthy GPUs reach their limits, and each fault acts on what its GPU does."""
 
 import math
+import os
 import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,16 +23,19 @@ from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES, Payload
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.matmul import measure_matmul, square_shape
+from pytest_gpucluster.benchmarks.storage import bandwidth, consistency
+from pytest_gpucluster.benchmarks.storage.shared_filesystem import small_files_per_second
 from pytest_gpucluster.device import backends
 from pytest_gpucluster.errors import WrongResult, connection_cut
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.node import sysfs
+from pytest_gpucluster.simulation import device
 from pytest_gpucluster.simulation.cluster import load, shipped
 from pytest_gpucluster.simulation.device import Exchange, Place, Simulated, World, calls, plant_in_training
 from pytest_gpucluster.simulation.faults import parse
 from pytest_gpucluster.simulation.nvml import Machine
-from pytest_gpucluster.simulation.rates import Rates
+from pytest_gpucluster.simulation.rates import Rates, conditions
 
 CPU = torch.device("cpu")
 SAMPLING = Sampling(warmup_seconds=1, window_seconds=2, longest_seconds=10, tolerance_ratio=0.01)
@@ -78,31 +83,14 @@ def busbw(name="all_reduce", ranks=GROUP, **more):
     return seconds
 
 
-CONDITIONS = [
-    *(("matmul." + dtype + ".tflops", {"best_of": "4096, 8192, 16384"}, 1, 1) for dtype in ("bf16", "tf32", "fp32")),
-    *((f"hbm.{kind}.bandwidth", {}, 1, 1) for kind in ("copy", "read", "write")),
-    *((f"host_link.{way}.bandwidth", {"mode": "alone"}, 1, 1) for way in ("h2d", "d2h")),
-    *(
-        (f"nccl.{name}.busbw", {"size": "1 GB", "transport": "P2P"}, "node", 1)
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
-    ),
-    ("nccl.all_reduce.busbw", {"size": "1 GB"}, "world", "all"),
-    ("link.bandwidth", {}, "node", 1),
-]
-
-
 @pytest.mark.parametrize("name", shipped())
 def test_a_healthy_gpu_reaches_every_limit(name):
     described, limits, low = load(name), loader.load(), []
     for seed in range(20):
         rates = Rates(replace(described, seed=seed), limits)
-        for metric, labels, size, nodes in CONDITIONS:
-            count = described.nodes if nodes == "all" else 1
-            ranks = {"node": described.gpus_per_node, "world": described.gpus_per_node * count}.get(size, 1)
-            if ranks > 1 and "transport" not in labels and metric.startswith("nccl"):
-                labels = labels | {"transport": described.nccl.transport}
+        for metric, labels, ranks, count, n in conditions(described):
             limit = limits.limit(metric, sku=described.sku, world_size=ranks, nnodes=count, labels=labels)
-            rate = rates.of(metric, labels, world_size=ranks, nodes=count)
+            rate = rates.of(metric, labels, world_size=ranks, nodes=count, n=n)
             if limit is not None and limit.min is not None and rate.value * (1 - 3 * described.spread) < limit.min:
                 low.append(f"seed {seed}: {metric} {labels}: {rate.value:g} of {limit.min:g}: {rate.basis}")
     assert not low
@@ -207,6 +195,19 @@ def test_a_wrong_addend_is_added_by_its_gpu_only(world):
         sent = torch.zeros(10)
         backends.accelerator(CPU).communicate(lambda: None, "all_reduce", 40, GROUP, sent=sent)
         assert sent.count_nonzero() == changed
+
+
+def test_slow_files_take_longer_to_read_and_to_write(world, tmp_path, monkeypatch):
+    device.plant_in_files(world())
+    assert (bandwidth.write_bytes, consistency.read_small) == (os.write, Path.read_bytes)
+    for module, names in ((bandwidth, ("write_bytes", "read_into")), (consistency, ("write_small", "read_small"))):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
+    device.plant_in_files(world("slow-files=0.02s"))
+    assert small_files_per_second(tmp_path / "small", 4) < 25
+    contents = bandwidth.Contents(0)
+    assert bandwidth.write_file(tmp_path / "large", 2**20, contents) > 0.02
+    assert bandwidth.read_file(tmp_path / "large", 2**20, contents, direct=False)[0] > 0.02
 
 
 def test_a_gpu_that_gets_hot_slows_down_after_its_time_of_load(world, tmp_path):

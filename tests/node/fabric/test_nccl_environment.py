@@ -54,9 +54,7 @@ def test_the_environment_comes_before_the_user_s_file_and_that_before_the_system
         ("NCCL_NVLS_ENABLE", "NCCL_NVLS_ENABLE", []),
     ],
 )
-def test_nvls_can_be_switched_off_later_and_what_the_suite_sets_for_it_is_nobodys_leftover(
-    tmp_path, before, after, shown
-):
+def test_nvls_can_be_switched_off_later_and_the_suite_s_own_is_no_leftover(tmp_path, before, after, shown):
     environ = {"NCCL_NO_CACHE": before} if before else {}
     environment.prepare(environ)
     environment.prepare(environ)
