@@ -34,7 +34,16 @@ from collections.abc import Iterable, Sequence
 
 
 class GpuClusterError(Exception):
-    """The root of all errors raised on purpose by this package."""
+    """The root of all errors raised on purpose by this package.
+
+    Args:
+        ranks: whose GPUs are at fault, where one rank has looked at several; by default that of the rank that raises.
+        hosts: that are at fault as a whole.
+    """
+
+    def __init__(self, *args: object, ranks: Iterable[int] = (), hosts: Iterable[str] = ()) -> None:
+        super().__init__(*args)
+        self.ranks, self.hosts = tuple(ranks), tuple(hosts)
 
 
 class UsageProblem(GpuClusterError):
@@ -95,15 +104,7 @@ class PeerGaveUp(EnvironmentBroken):
 
 
 class HardwareFault(GpuClusterError):
-    """A GPU, link or node gave a wrong result or failed: the hardware is rejected.
-
-    Args:
-        ranks: whose GPUs are at fault, where one rank has looked at several; by default that of the rank that raises.
-    """
-
-    def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
-        super().__init__(*args)
-        self.ranks = tuple(ranks)
+    """A GPU, link or node gave a wrong result or failed: the hardware is rejected."""
 
 
 class WrongResult(HardwareFault):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, HardwareFault
 
 Kind = Literal["hardware", "environment", "note"]
 
@@ -90,10 +90,20 @@ def decisive(findings: Iterable[Finding]) -> list[Finding]:
     return [one for one in findings if one.kind != "note"]
 
 
-def ranks_of(findings: Iterable[Finding]) -> list[int]:
-    """Return the ranks of the GPUs; none where one is unknown, or a finding is about a host."""
-    ranks = {one.gpu.rank for one in findings}
-    return sorted(rank for rank in ranks if rank is not None) if None not in ranks else []
+def error_of(findings: Collection[Finding], *, when: str = "", notes: Iterable[Finding] = ()) -> GpuClusterError:
+    """Return the error of findings: HardwareFault where one is of the kind "hardware", else EnvironmentBroken.
+
+    It is about the ranks of their GPUs, and the hosts of those that are about no rank's GPU. Its first line has for a
+    host also what was found there.
+    """
+    codes = ", ".join(dict.fromkeys(one.code for one in findings))
+    places = dict.fromkeys(
+        f"{one.gpu}: {one.found}" if one.gpu == Identity(host=one.gpu.host) else str(one.gpu) for one in findings
+    )
+    text = "\n".join([f"{codes}{when}: {', '.join(places)}", *(f"- {one}" for one in (*findings, *notes))])
+    kind = HardwareFault if any(one.kind == "hardware" for one in findings) else EnvironmentBroken
+    ranks = sorted({one.gpu.rank for one in findings if one.gpu.rank is not None})
+    return kind(text, ranks=ranks, hosts=dict.fromkeys(one.gpu.host for one in findings if one.gpu.rank is None))
 
 
 def require_nothing(findings: Iterable[Finding]) -> None:
@@ -106,13 +116,7 @@ def require_nothing(findings: Iterable[Finding]) -> None:
     found = list(findings)
     wrong = decisive(found)
     notes = [one for one in found if one.kind == "note"]
-    if not wrong:
-        for note in notes:
-            print(note)
-        return
-    codes = ", ".join(dict.fromkeys(one.code for one in wrong))
-    places = ", ".join(dict.fromkeys(str(one.gpu) for one in wrong))
-    text = "\n".join([f"{codes}: {places}", *(f"- {one}" for one in (*wrong, *notes))])
-    if any(one.kind == "hardware" for one in wrong):
-        raise HardwareFault(text, ranks=ranks_of(wrong))
-    raise EnvironmentBroken(text)
+    if wrong:
+        raise error_of(wrong, notes=notes)
+    for note in notes:
+        print(note)

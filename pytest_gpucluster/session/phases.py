@@ -75,7 +75,7 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
             message=first_line(message),
             text=text,
             measurements=measurements,
-            about=error.ranks if isinstance(error, HardwareFault) else (),
+            about=_about(run, error),
         )
 
     if error is None:
@@ -96,6 +96,14 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
     text = clip(traceback_of(item, when, error), LONGEST_TEXT)
     kind = "cut" if cut else errors.kind_of(error, when)
     return ended(kind, summary_of(error), text)
+
+
+def _about(run: Run, error: BaseException | None) -> list[int]:
+    """Return the ranks that an error is about, those of whole hosts included; none where it does not say."""
+    if not isinstance(error, errors.GpuClusterError):
+        return []
+    of_hosts = [rank for rank, who in run.roll.who.items() if who["host"] in error.hosts]
+    return sorted({*error.ranks, *of_hosts})
 
 
 def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
@@ -133,13 +141,13 @@ def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
     return Skipped(skip_reason(report))
 
 
-def escalated(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
+def escalated(run: Run, own: RankOutcome, fault: HardwareFault) -> RankOutcome:
     """Return the outcome of a rank that has counted a fault of the hardware: it has failed, however its body has ended.
     What the body itself has come to stays first."""
     message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
     text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
     of_body = (own.about or [own.rank]) if own.message else []
-    about = sorted({*of_body, *(fault.ranks or [own.rank])})
+    about = sorted({*of_body, *(_about(run, fault) or [own.rank])})
     return replace(own, outcome="failed", message=first_line(message), text=text, about=about)
 
 
@@ -262,7 +270,7 @@ class Phases:
             own = replace(own, telemetry=self._monitor.telemetry)
             fault = self._monitor.fault
             if fault is not None and error is not fault:
-                own, self._is_escalated = escalated(own, fault), True
+                own, self._is_escalated = escalated(self._run, own, fault), True
         verdict = self._agree(item, when, number, own, error)
         self._end_as_agreed(item, verdict, own, error, number)
 
@@ -410,7 +418,8 @@ class Phases:
             verdict["group_invalid"] = True
         if any(body.get("nvls") for body in bodies.values()):
             verdict |= {"group_invalid": True, "nvls": True}
-        blamed = bodies if merged.shared else merged.culprits
+        by = {rank: outcome.rank for outcome in outcomes for rank in outcome.about}
+        blamed = bodies if merged.shared else {by.get(rank, rank) for rank in merged.culprits}
         if blamed and all(bodies[rank].get("expected") for rank in blamed):
             verdict["expected"] = True
         if stop is not None:

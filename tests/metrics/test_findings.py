@@ -31,5 +31,6 @@ def test_the_worst_kind_says_how_the_test_ends(kinds, error):
     with pytest.raises(error) as raised:
         require_nothing(found(kind, f"of.{kind}") for kind in kinds)
     first, *lines = str(raised.value).splitlines()
-    assert first == ", ".join(f"of.{kind}" for kind in kinds if kind != "note") + ": node-a"
+    assert first == ", ".join(f"of.{kind}" for kind in kinds if kind != "note") + ": node-a: 5"
+    assert (raised.value.ranks, raised.value.hosts) == ((), ("node-a",))
     assert len(lines) == len(kinds)

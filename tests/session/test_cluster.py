@@ -272,6 +272,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from pytest_gpucluster.errors import HardwareFault
 from stamps import RANK, meet, stamp
 
 def total(group):
@@ -326,6 +327,10 @@ def test_nvls_is_off_on_all_ranks(cluster):
     assert cluster.nvls_off and os.environ["NCCL_NVLS_ENABLE"] == "0"
     cluster.barrier()
     assert cluster.labels == {"nvls": "switched off"}
+
+def test_a_host_is_at_fault(cluster):
+    if RANK == 2:
+        raise HardwareFault("a port", hosts=[cluster.hostname])
 """
 
 
@@ -356,6 +361,10 @@ def test_a_rank_that_hangs_holds_up_its_subgroup_only_until_the_deadline(run, fa
 def test_nvls_that_fails_on_one_rank_is_switched_off_on_all(run):
     assert run.verdicts["test_nvls_fails_on_one_rank"].startswith("error: rank 2 (node-a): NvlsFailed: ")
     assert run.verdicts["test_nvls_is_off_on_all_ranks"] == "passed"
+
+
+def test_a_fault_of_a_host_is_no_single_rank_s(run):
+    assert run.verdicts["test_a_host_is_at_fault"].startswith("failure: ranks 0-3: HardwareFault: a port")
 
 
 def test_some_ranks_are_a_world_of_their_own_with_its_own_keys_and_the_same_gpu(nccl, monkeypatch):

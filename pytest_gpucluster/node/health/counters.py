@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gpucluster.errors import HardwareFault
-from pytest_gpucluster.metrics.finding import Finding, Identity, hardware, identity, ranks_of
+from pytest_gpucluster.metrics.finding import Finding, Identity, error_of, hardware, identity
 from pytest_gpucluster.node import infiniband, kernel_log
 from pytest_gpucluster.node.health.checks import DIAGNOSE, FINDINGS, MEMORY_FAULTS, MUST_NOT_GROW, ZERO_TOLERANCE
 from pytest_gpucluster.node.health.snapshot import by_address
@@ -214,14 +213,12 @@ class Changes:
         faults: of these, what rejects the hardware.
         notes: a counter that was reset, an Xid that demands no action on the hardware, another job's GPU.
         missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. The caller knows the required ones.
-        ranks_of_node: whose fault it is where it is none of a GPU, as with a port.
     """
 
     changed: dict[str, float] = field(default_factory=dict)
     faults: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    ranks_of_node: Sequence[int] = ()
 
     def require_no_fault(self) -> None:
         """Raise the faults, each with its GPU or host and what to do.
@@ -229,15 +226,7 @@ class Changes:
         Raises: HardwareFault.
         """
         if self.faults:
-            codes = ", ".join(dict.fromkeys(fault.code for fault in self.faults))
-            places = ", ".join(
-                dict.fromkeys(
-                    f"{fault.gpu}: {fault.found}" if fault.gpu == Identity(host=fault.gpu.host) else str(fault.gpu)
-                    for fault in self.faults
-                )
-            )
-            text = [f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)]
-            raise HardwareFault("\n".join(text), ranks=ranks_of(self.faults) or self.ranks_of_node)
+            raise error_of(self.faults, when=" during this test")
 
     def _fault(self, gpu: Identity, code: str, found: str, remedy: str) -> None:
         self.faults.append(hardware(code, gpu, found, allowed="none during a test", remedy=remedy))
@@ -248,8 +237,7 @@ def changes(before: Counters, after: Counters) -> Changes:
 
     A counter that is lower than before was reset or wrapped; its value is then the least growth.
     """
-    ranks = {gpu.rank for gpu in after.gpus_of_node.values() if gpu.rank is not None}
-    found = Changes(missing={**before.missing, **after.missing}, ranks_of_node=sorted(ranks))
+    found = Changes(missing={**before.missing, **after.missing})
     if after.lost and not before.lost:
         found._fault(after.gpu, "gpu_lost", f"the GPU no longer answers: {after.lost}", FINDINGS["gpu_lost"][2])
     for name, value in after.values.items():

@@ -138,9 +138,7 @@ def test_a_file_that_is_written_in_place_is_seen_in_parts(tmp_path: Path) -> Non
         check(found)
 
 
-def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "VISIBILITY_SECONDS", 0.1)
     monkeypatch.setattr(consistency, "_MOST_SECONDS_EACH", 0.005)
     old = version_content(3)
@@ -295,9 +293,7 @@ def test_a_folder_s_mount_and_free_space_are_reported(tmp_path: Path) -> None:
         assert inspect_mount(tmp_path, "node-a").free_inodes_ratio is None
 
 
-def test_this_host_s_own_folders_can_be_looked_at_and_what_is_mounted_may_be_unknown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_this_host_s_own_folders_can_be_looked_at_and_what_is_mounted_may_be_unknown(tmp_path, capsys):
     def mounts() -> tuple[Mount, ...]:
         raise OSError("no /proc")
 
@@ -318,9 +314,7 @@ def test_this_host_s_own_folders_can_be_looked_at_and_what_is_mounted_may_be_unk
         (errno.EACCES, []),
     ],
 )
-def test_a_network_file_system_that_is_gone_is_reported_and_one_that_is_closed_to_us_is_not(
-    tmp_path: Path, case: tuple[int, list[str]]
-) -> None:
+def test_a_network_file_system_that_is_gone_is_reported_and_one_that_is_closed_to_us_is_not(tmp_path, case):
     def statvfs(path: str) -> os.statvfs_result:
         if path == "/data":
             raise OSError(case[0], os.strerror(case[0]))
@@ -338,9 +332,7 @@ def never() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_server_that_never_answers_is_given_up(
-    tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_answers_is_given_up(tmp_path, never, monkeypatch):
     monkeypatch.setattr(shared_filesystem, "ANSWER_SECONDS", 0.1)
 
     def statvfs(path: str) -> os.statvfs_result:
@@ -362,9 +354,7 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         inspect_mount(tmp_path / "file" / "below", "node-a")
 
 
-def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(
-    tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(tmp_path, never, monkeypatch):
     monkeypatch.setattr(shared_filesystem, "ANSWER_SECONDS", 0.5)
 
     def statvfs(path: str) -> os.statvfs_result:

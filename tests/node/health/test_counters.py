@@ -220,7 +220,7 @@ def test_a_new_xid_that_demands_action_is_a_fault_of_its_gpu():
     for rank, ranks in ((7, (7,)), (None, ())):
         with pytest.raises(HardwareFault) as caught:
             Changes(faults=[replace(again.faults[0], gpu=replace(GPU, rank=rank))]).require_no_fault()
-        assert caught.value.ranks == ranks
+        assert (caught.value.ranks, len(caught.value.hosts)) == (ranks, not ranks)
 
 
 SWITCH = "nvidia-nvswitch0: SXid (PCI:0000:84:00.0): 20034, {}, Link 30 LTSSM Fault Up"
@@ -295,14 +295,13 @@ def test_a_port_that_loses_its_link_or_speed_is_a_fault_of_the_host(tmp_path, ca
     before = on_port(tmp_path / code)
     for name, value in changed.items():
         write(port / name, value)
-    of_ranks = {f"0000:{rank:02x}:00.0": replace(GPU, rank=rank) for rank in (9, 8)}
-    found = changes(before, replace(on_port(tmp_path / code), gpus_of_node=of_ranks))
+    found = changes(before, on_port(tmp_path / code))
     [fault] = found.faults
     assert (fault.code, fault.gpu.host, fault.gpu.uuid) == (code, "gpu-07", None)
     assert in_order(fault.found, words)
     with pytest.raises(HardwareFault) as raised:
         found.require_no_fault()
-    assert list(raised.value.ranks) == [8, 9], "of the node, and not of the GPU of who has looked"
+    assert (raised.value.ranks, raised.value.hosts) == ((), ("gpu-07",)), "not the GPU of who has looked"
     assert in_order(str(raised.value).splitlines()[0], f"{code} gpu-07 mlx5_0/1")
     assert "cable" in fault.remedy
 
