@@ -194,8 +194,8 @@ def _cpu_seconds() -> float:
 
 def table(outcomes: Mapping[Case, Outcome]) -> Iterator[str]:
     """Yield the table, a row for each fault and each healthy cluster."""
-    yield "| fault | runs | found | named | healthy parts accused | named by | CPU s a run |"
-    yield "| --- | ---: | ---: | ---: | ---: | --- | ---: |"
+    yield "| fault | runs | found/named/falsely accused | named by | CPU s a run |"
+    yield "| --- | ---: | ---: | --- | ---: |"
     rows = defaultdict[str, list[Outcome]](list)
     for case, outcome in outcomes.items():
         alone = f", {case.tests} alone" if case.tests in ALONE else ""
@@ -204,7 +204,7 @@ def table(outcomes: Mapping[Case, Outcome]) -> Iterator[str]:
         counts = [sum(bool(getattr(one, key)) for one in of_fault) for key in ("found", "named", "accused")]
         by = ", ".join(dict.fromkeys(one.by for one in of_fault if one.by)) or "-"
         seconds = sum(one.cpu_seconds for one in of_fault) / len(of_fault)
-        yield f"| {name} | {len(of_fault)} | {' | '.join(map(str, counts))} | {by} | {seconds:.0f} |"
+        yield f"| {name} | {len(of_fault)} | {'/'.join(map(str, counts))} | {by} | {seconds:.0f} |"
 
 
 def is_good(outcomes: Mapping[Case, Outcome]) -> bool:
