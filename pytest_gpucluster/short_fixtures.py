@@ -5,56 +5,16 @@ In its conftest.py: ``from pytest_gpucluster.short_fixtures import *``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 __all__ = ["board", "gpu", "inventory", "limits", "progress", "settings", "telemetry", "workload"]
 
 
-@pytest.fixture(scope="session")
-def board(gpucluster_board: Any) -> Any:
-    """``gpucluster_board``."""
-    return gpucluster_board
-
-
-@pytest.fixture(scope="session")
-def gpu(gpucluster_gpu: Any) -> Any:
-    """``gpucluster_gpu``."""
-    return gpucluster_gpu
-
-
-@pytest.fixture(scope="session")
-def inventory(gpucluster_inventory: Any) -> Any:
-    """``gpucluster_inventory``."""
-    return gpucluster_inventory
-
-
-@pytest.fixture(scope="session")
-def limits(gpucluster_limits: Any) -> Any:
-    """``gpucluster_limits``."""
-    return gpucluster_limits
-
-
-@pytest.fixture
-def progress(gpucluster_progress: Any) -> Any:
-    """``gpucluster_progress``."""
-    return gpucluster_progress
-
-
-@pytest.fixture(scope="session")
-def settings(gpucluster_settings: Any) -> Any:
-    """``gpucluster_settings``."""
-    return gpucluster_settings
-
-
-@pytest.fixture(scope="session")
-def telemetry(gpucluster_telemetry: Any) -> Any:
-    """``gpucluster_telemetry``."""
-    return gpucluster_telemetry
-
-
-@pytest.fixture(scope="session")
-def workload(gpucluster_workload: Any) -> Any:
-    """``gpucluster_workload``."""
-    return gpucluster_workload
+board = pytest.fixture(lambda gpucluster_board: gpucluster_board, scope="session", name="board")
+gpu = pytest.fixture(lambda gpucluster_gpu: gpucluster_gpu, scope="session", name="gpu")
+inventory = pytest.fixture(lambda gpucluster_inventory: gpucluster_inventory, scope="session", name="inventory")
+limits = pytest.fixture(lambda gpucluster_limits: gpucluster_limits, scope="session", name="limits")
+progress = pytest.fixture(lambda gpucluster_progress: gpucluster_progress, scope="function", name="progress")
+settings = pytest.fixture(lambda gpucluster_settings: gpucluster_settings, scope="session", name="settings")
+telemetry = pytest.fixture(lambda gpucluster_telemetry: gpucluster_telemetry, scope="session", name="telemetry")
+workload = pytest.fixture(lambda gpucluster_workload: gpucluster_workload, scope="session", name="workload")

@@ -145,6 +145,9 @@ def arrived(store: Store, number: int, rank: int) -> bool:
     return store.check([key_of(number, rank)])
 
 
+BAD = ("lost", "hung", "failed", "error")
+"""Outcomes of a rank that is no victim. A lost rank explains what follows from it; then what is a verdict about
+hardware; then the rest."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
@@ -211,12 +214,8 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     cut = "released" if explained else "error"
     outcomes = [replace(o, outcome=cut) if o.outcome == "cut" else o for o in outcomes]
     released = [o.rank for o in outcomes if o.outcome == "released"]
-    bad = [
-        replace(o, rank=rank)
-        for o in outcomes
-        if o.outcome in ("failed", "error", "hung", "lost")
-        for rank in o.about or [o.rank]
-    ]
+    raised = [o for o in outcomes if o.outcome in BAD]
+    bad = [replace(o, rank=rank) for o in raised for rank in o.about or [o.rank]]
     skipped = [o for o in outcomes if o.outcome == "skipped"]
     ranks = [{"rank": o.rank, "outcome": o.outcome, "message": o.message} for o in outcomes if o.outcome != "passed"]
     if not bad and skipped and len(skipped) < len(outcomes):
@@ -238,13 +237,11 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
             ranks=ranks,
             group_invalid=True,
         )
-    # A lost rank explains what follows from it; then what is a verdict about hardware; then the rest.
-    order = ("lost", "hung", "failed", "error")
-    bad.sort(key=lambda o: (order.index(o.outcome), o.rank))
+    bad.sort(key=lambda o: (BAD.index(o.outcome), o.rank))
     first = bad[0]
     same = sorted({o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)})
     others = {o.rank for o in bad} - set(same)
-    shared = len(same) == len(outcomes) > 1 and first.outcome == "error"
+    shared = len(same) == len(raised) == len(outcomes) > 1 and first.outcome == "error"
     who = names[first.rank] if len(same) == 1 else f"all {len(same)} ranks" if shared else rank_ranges(same)
     # What says of a rank that it is lost begins with its name already.
     message = first.message if first.message.startswith(who) else f"{who}: {first.message}"

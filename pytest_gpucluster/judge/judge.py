@@ -330,8 +330,11 @@ def _of_groups(
 
 def _of_nodes(miss: Miss, context: _Context) -> Miss:
     """Extend a miss of what a rank has measured for its node to all ranks of it: none of its GPUs is the culprit."""
-    nodes = {context.node_of.get(rank, -1): text for rank, text in miss.by_rank.items()}
-    return replace(miss, by_rank={rank: text for node, text in nodes.items() for rank in context.nodes.get(node, ())})
+    texts: dict[int, str] = {}
+    for rank, text in miss.by_rank.items():  # the worst first
+        for member in context.nodes.get(context.node_of.get(rank, -1), ()):
+            texts.setdefault(member, text)
+    return replace(miss, by_rank=texts)
 
 
 def _alike(one: float, other: float) -> bool:

@@ -249,7 +249,8 @@ def _clock(telemetry: Mapping[str, Any]) -> Iterator[str]:
     if highest is None or not isinstance(clocks, (list, tuple)) or len(clocks) != 3:
         return
     usual, used = _number(clocks[1]), telemetry.get("utilization_percent")
-    waits = isinstance(used, (list, tuple)) and len(used) == 3 and (_number(used[1]) or 0.0) < BUSY_PERCENT
+    busy = _number(used[1]) if isinstance(used, (list, tuple)) and len(used) == 3 else None
+    waits = busy is not None and busy < BUSY_PERCENT
     if usual is not None and usual < LOW_CLOCK_RATIO * highest and not waits:
         yield f"SM clock {usual:.0f} of {highest:.0f} MHz"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -61,6 +62,13 @@ class Finding:
     found: str
     allowed: str
     remedy: str
+    ranks: tuple[int, ...] = ()
+    """Of those that have it, where it is of several ranks."""
+
+    @property
+    def all_ranks(self) -> Sequence[int]:
+        """Return the ranks that have it; none where it is about a whole host."""
+        return self.ranks or ([] if self.gpu.rank is None else [self.gpu.rank])
 
     def __str__(self) -> str:
         return (
@@ -90,20 +98,28 @@ def decisive(findings: Iterable[Finding]) -> list[Finding]:
     return [one for one in findings if one.kind != "note"]
 
 
+_WRITTEN = re.compile(r"^(?:E +)?- .+: \w+ \((?:hardware|environment)\): ", re.MULTILINE)
+
+
+def has_findings(text: str) -> bool:
+    """Return whether the text of a failure has findings, so that its culprits each have a cause of their own."""
+    return _WRITTEN.search(text) is not None
+
+
 def error_of(findings: Collection[Finding], *, when: str = "", notes: Iterable[Finding] = ()) -> GpuClusterError:
     """Return the error of findings: HardwareFault where one is of the kind "hardware", else EnvironmentBroken.
 
-    It is about the ranks of their GPUs, and the hosts of those that are about no rank's GPU. Its first line has for a
-    host also what was found there.
+    It is about the ranks of their GPUs, and the hosts of those that are about no rank's GPU. Its first line has of a
+    single host also what was found there.
     """
     codes = ", ".join(dict.fromkeys(one.code for one in findings))
-    places = dict.fromkeys(
-        f"{one.gpu}: {one.found}" if one.gpu == Identity(host=one.gpu.host) else str(one.gpu) for one in findings
-    )
-    text = "\n".join([f"{codes}{when}: {', '.join(places)}", *(f"- {one}" for one in (*findings, *notes))])
+    places = ", ".join(dict.fromkeys(str(one.gpu) for one in findings))
+    first = next(iter(findings))
+    found = f": {first.found}" if places == first.gpu.host else ""
+    text = "\n".join([f"{codes}{when}: {places}{found}", *(f"- {one}" for one in (*findings, *notes))])
     kind = HardwareFault if any(one.kind == "hardware" for one in findings) else EnvironmentBroken
-    ranks = sorted({one.gpu.rank for one in findings if one.gpu.rank is not None})
-    return kind(text, ranks=ranks, hosts=dict.fromkeys(one.gpu.host for one in findings if one.gpu.rank is None))
+    ranks = sorted({rank for one in findings for rank in one.all_ranks})
+    return kind(text, ranks=ranks, hosts=dict.fromkeys(one.gpu.host for one in findings if not one.all_ranks))
 
 
 def require_nothing(findings: Iterable[Finding]) -> None:

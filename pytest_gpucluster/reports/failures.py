@@ -17,6 +17,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.judge.misses import explanation
 from pytest_gpucluster.launch.hostlist import compress_hostlist
+from pytest_gpucluster.metrics.finding import has_findings
 from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.reports.charts.plots import missing_ranks
 from pytest_gpucluster.reports.findings import isolation_of
@@ -69,8 +70,8 @@ def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int
     fewest ranks come first.
 
     A few GPUs that each miss a limit of a test of nodes, in which each works alone, are a place each, unless they are
-    all of a node. What contains the ranks of an earlier place counts with it. Failures without a culprit come last,
-    with no rank.
+    all of a node. What contains the ranks of an earlier place counts with it, but for findings, which have causes of
+    their own. Failures without a culprit come last, with no rank.
     """
     found: dict[frozenset[int], list[Row]] = {}
     culprits = {row.nodeid: culprit_ranks(row, journal) for row in overview.bad}
@@ -84,9 +85,13 @@ def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int
         all_ranks = culprits[row.nodeid]
         is_node = any(len(node) > 1 and all_ranks.issuperset(node) for node in nodes)
         for ranks, own in [(all_ranks, row)] if is_node else _apart(row, all_ranks):
-            place = next((known for known in found if known and known < ranks), ranks)
+            place = next((known for known in found if known and known < ranks and not _has_findings(row)), ranks)
             found.setdefault(place, []).append(own)
     return found
+
+
+def _has_findings(row: Row) -> bool:
+    return row.result is not None and has_findings(row.result.text)
 
 
 def failures_elsewhere(journal: Journal, overview: Outline) -> dict[str, str]:
@@ -140,7 +145,8 @@ def cluster_map(journal: Journal, overview: Outline) -> tuple[Node, ...]:
     marks = {place.rank: OK if has_measured else UNKNOWN for place in journal.ranks}
     rows: dict[int, list[Row]] = {}
     for ranks, failures in reversed(failures_by_place(journal, overview).items()):
-        is_shared = not ranks or len(ranks) == len(marks) > 1
+        all_alike = len(ranks) == len(marks) > 1 and not any(map(_has_findings, failures))
+        is_shared = not ranks or all_alike
         for rank in (ranks or marks) & marks.keys():
             broken = all(row.outcome != "failed" for row in failures)
             marks[rank] = SHARED if is_shared else BROKEN if broken else FAILED

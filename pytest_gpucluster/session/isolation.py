@@ -31,6 +31,7 @@ from pytest_gpucluster.errors import (
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, IsolationResult, Outcome, exclude_text
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.metrics.codec import to_json
+from pytest_gpucluster.metrics.finding import has_findings
 from pytest_gpucluster.metrics.units import parse
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, one_line, plural
 
@@ -321,17 +322,21 @@ class Isolator:
             failure.explain(record.message, text)
 
     def _exclude_culprits(self, record: TestRecord) -> None:
-        """List the hosts of the ranks at which a test has failed, without a search: what most of them have in common is
-        none of theirs."""
+        """List the hosts of the ranks at which a test has failed, without a search: what most hosts have in common, or
+        of findings most ranks, is none of theirs."""
         host_of = {rank: str(who["host"]) for rank, who in self._run.roll.who.items()}
-        part_of = host_of if len(set(host_of.values())) > 1 else {rank: str(rank) for rank in host_of}
+        alone = len(set(host_of.values())) == 1 or has_findings(record.text)
+        part_of = {rank: str(rank) for rank in host_of} if alone else host_of
         named = {part_of[rank] for rank in record.culprits}
         searched = record.isolation is not None or any(name == "isolation" for name, _ in record.properties)
-        if record.outcome != "failed" or record.between_attempts or searched or not named:
+        if record.outcome != "failed" or record.between_attempts or searched:
             return
-        if 2 * len(named) <= len(set(part_of.values())):
-            test = one_line(f"failed {record.test.nodeid}: {record.message}", 2 * MESSAGE_CHARACTERS)
-            self._failed = {host_of[rank]: test for rank in sorted(record.culprits)} | self._failed
+        if 0 < 2 * len(named) <= len(set(part_of.values())):
+            own = {row["rank"]: row["message"] for row in record.ranks}
+            for rank in sorted(record.culprits):
+                why = record.message if host_of[rank] in record.message else own.get(rank, record.message)
+                text = one_line(f"failed {record.test.nodeid}: {why}", 2 * MESSAGE_CHARACTERS)
+                self._failed.setdefault(host_of[rank], text)
             self._exclude(*((None, None) if self._last is None else (self._last.plan, self._last.found)))
 
     def _exclude(self, plan: Plan | None, found: IsolationResult | None) -> str:

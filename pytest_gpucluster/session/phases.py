@@ -18,12 +18,13 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome, merge
+from pytest_gpucluster.agreement.exchange import BAD, AbortReason, Merged, RankOutcome, merge
 from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, InconclusiveMeasurement, NvlsFailed
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.metrics.measurement import Measurement
+from pytest_gpucluster.metrics.stats import grouped
 from pytest_gpucluster.metrics.time_budget import LEDGER, SET_UP, counted
 from pytest_gpucluster.node.health.monitor import TestMonitor
 from pytest_gpucluster.session.isolation import Isolator
@@ -75,7 +76,7 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
             message=first_line(message),
             text=text,
             measurements=measurements,
-            about=_about(run, error),
+            about=ranks_at_fault(error, run.rank, run.roll.who),
         )
 
     if error is None:
@@ -98,11 +99,25 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
     return ended(kind, summary_of(error), text)
 
 
-def _about(run: Run, error: BaseException | None) -> list[int]:
-    """Return the ranks that an error is about, those of whole hosts included; none where it does not say."""
+def ranks_at_fault(error: BaseException | None, rank: int, who: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that an error is about, those of whole hosts included; none where it does not say.
+
+    Args:
+        error: raised on a rank.
+        rank: that one. Where several nodes have the name of its host, its own node is meant; of others none.
+        who: rank -> its facts.
+    """
     if not isinstance(error, errors.GpuClusterError):
         return []
-    of_hosts = [rank for rank, who in run.roll.who.items() if who["host"] in error.hosts]
+    nodes = grouped((facts["host"], facts["node_rank"]) for facts in who.values())
+    mine = who.get(rank, {})
+
+    def is_meant(facts: Mapping[str, Any]) -> bool:
+        if facts["host"] == mine.get("host"):
+            return bool(facts["node_rank"] == mine["node_rank"])
+        return len({*nodes[facts["host"]]}) == 1
+
+    of_hosts = (each for each, facts in who.items() if facts["host"] in error.hosts and is_meant(facts))
     return sorted({*error.ranks, *of_hosts})
 
 
@@ -141,13 +156,13 @@ def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
     return Skipped(skip_reason(report))
 
 
-def escalated(run: Run, own: RankOutcome, fault: HardwareFault) -> RankOutcome:
+def escalated(own: RankOutcome, fault: HardwareFault, about: Sequence[int]) -> RankOutcome:
     """Return the outcome of a rank that has counted a fault of the hardware: it has failed, however its body has ended.
     What the body itself has come to stays first."""
     message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
     text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
     of_body = (own.about or [own.rank]) if own.message else []
-    about = sorted({*of_body, *(_about(run, fault) or [own.rank])})
+    about = sorted({*of_body, *(about or [own.rank])})
     return replace(own, outcome="failed", message=first_line(message), text=text, about=about)
 
 
@@ -270,7 +285,8 @@ class Phases:
             own = replace(own, telemetry=self._monitor.telemetry)
             fault = self._monitor.fault
             if fault is not None and error is not fault:
-                own, self._is_escalated = escalated(self._run, own, fault), True
+                about = ranks_at_fault(fault, self._run.rank, self._run.roll.who)
+                own, self._is_escalated = escalated(own, fault, about), True
         verdict = self._agree(item, when, number, own, error)
         self._end_as_agreed(item, verdict, own, error, number)
 
@@ -418,8 +434,9 @@ class Phases:
             verdict["group_invalid"] = True
         if any(body.get("nvls") for body in bodies.values()):
             verdict |= {"group_invalid": True, "nvls": True}
-        by = {rank: outcome.rank for outcome in outcomes for rank in outcome.about}
-        blamed = bodies if merged.shared else {by.get(rank, rank) for rank in merged.culprits}
+        # Whom a rank has named did not raise what is expected: that rank did.
+        raised = [] if merged.judged else [each.rank for each in outcomes if each.outcome in BAD]
+        blamed = bodies if merged.shared else raised or merged.culprits
         if blamed and all(bodies[rank].get("expected") for rank in blamed):
             verdict["expected"] = True
         if stop is not None:

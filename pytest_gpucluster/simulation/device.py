@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from pytest_gpucluster.metrics.datasheets import SKUS
 from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.simulation import node
 from pytest_gpucluster.simulation.cluster import Cluster
+from pytest_gpucluster.simulation.faults import PROCESS_FAULT_AFTER_SECONDS
 from pytest_gpucluster.simulation.nvml import CONTEXT_BYTES, FAULT_AFTER_SECONDS, HOT_RATIO, POWER_EXPONENT, Machine
 from pytest_gpucluster.simulation.rates import Rates
 
@@ -46,8 +47,6 @@ NOISE = 0.001
 DEAD_FACTOR, LANES_FACTOR, SOCKET_FACTOR, NO_GDR_FACTOR, NO_NVLS_FACTOR = 0.1, 0.5, 0.1, 0.5, 0.78
 """What is left of a rate: of a dead rail, of half the lanes, over TCP instead of RDMA, without GPUDirect RDMA, and of a
 sum within a node without NVLS (Source: 367.2 of 467.58 GB/s, 8 H200)."""
-PROCESS_FAULT_AFTER_SECONDS = 20.0
-"""Simulated seconds of load until a rank is killed, stopped or hangs: in the middle of a test."""
 GROWTH = 1.2
 """Of all weights in each step of a training that diverges."""
 EXPOSED = 0.03
@@ -210,16 +209,13 @@ def plant_in_files(world: World) -> None:
     if seconds is None:
         return
 
-    def late(call: Callable[..., Any]) -> Callable[..., Any]:
-        def slow(*given: Any) -> Any:
-            time.sleep(seconds)
-            return call(*given)
-
-        return slow
+    def late(call: Callable[..., Any], *given: Any) -> Any:
+        time.sleep(seconds)
+        return call(*given)
 
     for module, names in ((bandwidth, ("write_bytes", "read_into")), (consistency, ("write_small", "read_small"))):
         for name in names:
-            setattr(module, name, late(getattr(module, name)))
+            setattr(module, name, partial(late, getattr(module, name)))
 
 
 _LOST = {

@@ -24,6 +24,8 @@ Where = Literal["gpu", "port", "host", "cluster"]
 EXAMPLES: Mapping[Where, str] = MappingProxyType(
     {"gpu": "NAME:gpu-01/3", "port": "NAME:gpu-01/mlx5_3", "host": "NAME:gpu-01", "cluster": "NAME"}
 )
+PROCESS_FAULT_AFTER_SECONDS = 20.0
+"""Simulated seconds of load until a rank is killed, stopped or hangs: in the middle of a test."""
 _WRITTEN = re.compile(
     r"(?P<name>[a-z0-9-]+)(?::(?P<host>[^/=\s]+)(?:/(?P<place>[^/=\s]+))?)?(?:=(?P<amount>[0-9.]+) ?(?P<unit>%|s|W)?)?"
 )
@@ -51,9 +53,7 @@ class Kind:
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "slow-gpu": Kind(where="gpu", does="all rates of the GPU are lower by this much", amount=0.1, unit="%"),
-        "throttle": Kind(
-            where="gpu", does="after this long under load it slows down, as hot GPUs do", amount=600.0, unit="s"
-        ),
+        "throttle": Kind(where="gpu", does="after this long under load it slows down, hot", amount=600.0, unit="s"),
         "power-cap": Kind(where="host", does="the power limit of all its GPUs", amount=500.0, unit="W"),
         "ecc": Kind(where="gpu", does="uncorrected memory errors appear under load"),
         "ecc-corrected": Kind(where="gpu", does="corrected memory errors appear under load", healthy=True),
@@ -79,9 +79,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "mig": Kind(where="gpu", does="MIG is on"),
         "vbios": Kind(where="gpu", does="another VBIOS than all others"),
         "clock-skew": Kind(where="host", does="its clock is ahead by this much", amount=2.0, unit="s"),
-        "slow-files": Kind(
-            where="cluster", does="reads and writes of shared files take this much longer", amount=0.05, unit="s"
-        ),
+        "slow-files": Kind(where="cluster", does="each read or write of a shared file waits", amount=0.05, unit="s"),
         "straggler": Kind(where="gpu", does="it is slower in training by this much", amount=0.3, unit="%"),
         "wrong-gradient": Kind(where="gpu", does="one of its gradients is wrong by this much", amount=0.1, unit="%"),
         "diverge": Kind(where="cluster", does="the training's loss rises"),
@@ -115,6 +113,13 @@ class Fault:
     def kind(self) -> Kind:
         """What it is."""
         return KINDS[self.name]
+
+    @property
+    def after_seconds(self) -> float:
+        """How long its GPU must have been under load before it acts, in simulated seconds."""
+        if self.name == "throttle":
+            return self.amount
+        return PROCESS_FAULT_AFTER_SECONDS if self.name in ("kill", "hang", "stop", "node-down") else 0.0
 
     def __str__(self) -> str:
         kind, where = self.kind, "/".join(filter(None, (self.host, self.place)))

@@ -61,9 +61,7 @@ def test_local_workers_burn_in_each_its_own_gpu_compare_their_bits_and_leave_the
 
 
 @pytest.mark.parametrize(("buffers", "values"), [(0, []), (20, [(0.0, "recorded")])], ids=["at once", "later"])
-def test_memory_that_was_not_gone_through_to_the_end_is_no_memory_without_wrong_words(
-    project, monkeypatch, buffers, values
-):
+def test_memory_that_was_not_gone_through_is_not_without_wrong_words(project, monkeypatch, buffers, values):
     written = []
 
     def write_part(target, words):

@@ -108,9 +108,7 @@ def test_where_slurm_s_commands_are_missing_the_run_is_incomplete(under_slurm, m
     assert left.end == ("INCOMPLETE", 10)
 
 
-def test_a_slow_controller_misses_its_limit_and_ranks_that_may_run_on_more_than_was_given_are_an_error(
-    project, under_slurm, monkeypatch
-):
+def test_a_slow_controller_misses_its_limit_and_more_cpus_than_given_are_an_error(project, under_slurm, monkeypatch):
     (project.path / "limits.yaml").write_text(LIMITS)
     monkeypatch.setattr(job, "place_of", lambda rank, environ: {"rank": rank, "cpus": [0, 1], "visible_devices": None})
     left = under_slurm("--gpucluster-thresholds=limits.yaml", SLURM_CPUS_ON_NODE="1")

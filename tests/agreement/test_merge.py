@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -91,6 +91,8 @@ def test_what_breaks_all_ranks_alike_is_no_ranks_own():
     assert (merged.outcome, merged.message.startswith("all 8 ranks: ")) == ("error", True)
     assert (merged.culprits, merged.shared, merged.group_invalid, merged.text.count("Traceback")) == ([], True, True, 1)
     assert merge(ranks[:2], NAMES).shared
+    named = merge([replace(ranks[0], about=(0, 1)), outcome(1, "passed")], NAMES)
+    assert (named.culprits, named.shared) == ([0, 1], False), "one rank has found it for both"
     for others in (ranks[:1], [*ranks[:7], outcome(7, "passed")], [*ranks[:7], outcome(7, "error", "another")]):
         merged = merge(others, NAMES)
         assert (list(merged.culprits), merged.shared) == (

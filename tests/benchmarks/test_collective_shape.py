@@ -34,9 +34,7 @@ def test_a_size_is_the_larger_tensor_as_in_nccl_tests(collective, sent, received
     ],
     ids=["even", "aligned", "odd", "few", "single", "many ranks"],
 )
-def test_parts_are_whole_multiples_of_16_bytes_and_one_element_at_least(
-    collective, payload_bytes, itemsize, ranks, part
-):
+def test_parts_are_multiples_of_16_bytes_and_an_element_at_least(collective, payload_bytes, itemsize, ranks, part):
     shape = shape_of(collective, payload_bytes, itemsize=itemsize, ranks=ranks)
     assert shape.part == part
     assert shape.payload_bytes == part * itemsize * ranks

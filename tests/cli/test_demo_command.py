@@ -104,6 +104,7 @@ def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):
         (1.43e9, ["--", "-k", "lora"], "1.4 GB of memory"),
         (None, ["--fault=throttle:gpu-00/1=50s"], ""),
         (None, ["--fault=throttle:gpu-00/1"], "--profile soak"),
+        (None, ["--fault=hang:gpu-00/1", "--", "-k", "hbm"], "hang:gpu-00/1 acts after 20 s"),
     ],
 )
 def test_too_little_memory_or_load_is_said_before_anything_is_started(tmp_path, monkeypatch, capfd, free, words, told):
@@ -227,9 +228,7 @@ def test_ctrl_c_while_torch_is_loaded_starts_nothing(run, monkeypatch, server):
         (["2x8xH10"], "no simulated cluster has H10 GPUs; known are .*did you mean 'h100'"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_is_allowed_before_anything_starts(
-    words, message, tmp_path, monkeypatch, capsys
-):
+def test_what_does_not_exist_is_refused_with_what_is_allowed(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "ForkServer", None)
     assert main.main(["demo", *words]) == 4

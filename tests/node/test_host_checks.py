@@ -145,7 +145,7 @@ def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path):
     with pytest.raises(EnvironmentBroken) as caught:
         require_nothing(findings)
     first, *lines = str(caught.value).splitlines()
-    assert first.startswith("shm_is_no_memory, governor, iommu: gpu-07: ")
+    assert first.startswith("shm_is_no_memory, governor, iommu: gpu-07, ")
     assert all("; allowed: " in line and "; what to do: " in line for line in lines)
 
 

@@ -7,12 +7,7 @@ import re
 import pytest
 from complaints import in_order
 
-from pytest_gpucluster.node.processes import (
-    Output,
-    Process,
-    find_process,
-    run_program,
-)
+from pytest_gpucluster.node.processes import Output, Process, find_process, run_program
 from pytest_gpucluster.node.sysfs import Tree
 
 

@@ -14,13 +14,7 @@ from torch.distributed import HashStore
 from pytest_gpucluster.agreement.store import Board
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import scheduler, sysfs
-from pytest_gpucluster.node.host import (
-    Cgroup,
-    Memory,
-    NodeSnapshot,
-    Processors,
-    read_node,
-)
+from pytest_gpucluster.node.host import Cgroup, Memory, NodeSnapshot, Processors, read_node
 from pytest_gpucluster.node.interfaces import Nodes
 from pytest_gpucluster.node.processes import Process
 from pytest_gpucluster.node.scheduler import (

@@ -92,9 +92,7 @@ FILES = {LINKS: "links-node.json", LORA: "curve-group-0.csv"}
 
 
 @of_each("bad", list(BAD_FILES))
-def test_a_file_that_cannot_be_shown_is_named_and_nothing_waits_for_it_or_is_filled_with_it(
-    example_folders, tmp_path, results, bad
-):
+def test_a_file_that_cannot_be_shown_is_named_and_not_waited_for(example_folders, tmp_path, results, bad):
     change, pattern = BAD_FILES[bad]
     folder = shutil.copytree(example_folders["cluster"], tmp_path / bad)
     for nodeid, name in FILES.items():

@@ -17,10 +17,11 @@ from pytest_gpucluster.benchmarks import group
 from pytest_gpucluster.device import environment
 from pytest_gpucluster.device.process_group import NcclReleaser
 from pytest_gpucluster.device.products import deterministic
-from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, kind_of
+from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, HardwareFault, NvlsFailed, kind_of
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
 from pytest_gpucluster.session.cluster import Cluster
+from pytest_gpucluster.session.phases import ranks_at_fault
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
 IB = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA\n"
@@ -272,7 +273,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from pytest_gpucluster.errors import HardwareFault
+from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from stamps import RANK, meet, stamp
 
 def total(group):
@@ -331,6 +332,18 @@ def test_nvls_is_off_on_all_ranks(cluster):
 def test_a_host_is_at_fault(cluster):
     if RANK == 2:
         raise HardwareFault("a port", hosts=[cluster.hostname])
+
+@pytest.mark.xfail(raises=EnvironmentBroken)
+def test_a_host_as_expected(cluster):
+    if RANK == 2:
+        raise EnvironmentBroken("a setting", hosts=[cluster.hostname])
+
+@pytest.mark.xfail(raises=EnvironmentBroken)
+def test_expected_of_one_rank_only(cluster):
+    if RANK == 2:
+        raise EnvironmentBroken("a setting", ranks=[1])
+    if RANK == 1:
+        raise HardwareFault("its own")
 """
 
 
@@ -365,6 +378,13 @@ def test_nvls_that_fails_on_one_rank_is_switched_off_on_all(run):
 
 def test_a_fault_of_a_host_is_no_single_rank_s(run):
     assert run.verdicts["test_a_host_is_at_fault"].startswith("failure: ranks 0-3: HardwareFault: a port")
+    assert run.verdicts["test_a_host_as_expected"].startswith("skipped")
+    assert run.verdicts["test_expected_of_one_rank_only"].startswith("failure: rank 1 ")
+    hosts = {rank: {"host": host, "node_rank": rank // 2} for rank, host in enumerate("aabbcc")}
+    hosts |= {6: {"host": "b", "node_rank": 9}}
+    cases = ((0, "a", [0, 1]), (0, "c", [4, 5]), (0, "b", []), (2, "b", [2, 3]), (6, "bc", [4, 5, 6]), (0, "x", []))
+    for rank, named, about in cases:
+        assert ranks_at_fault(HardwareFault("x", hosts=named), rank, hosts) == about
 
 
 def test_some_ranks_are_a_world_of_their_own_with_its_own_keys_and_the_same_gpu(nccl, monkeypatch):

@@ -191,13 +191,14 @@ def test_what_ends_the_search_is_told_beside_the_failure_and_accuses_nobody(sear
 # ---- rank 0's side, without processes
 
 
-def excluded(folder, culprits, *, nodes=4, ranks=2, outcome="failed", **more):
+def excluded(folder, culprits, *, nodes=4, ranks=2, outcome="failed", rows=(), text="", **more):
     """The hosts that are listed after a test with these culprits; None: there is no list."""
     who = {rank: {"host": f"node-{rank // ranks}"} for rank in range(nodes * ranks)}
     test = SimpleNamespace(nodeid="test_ddp.py::test_ddp")
-    record = {"message": "wrong", "isolation": None, "properties": [], "between_attempts": False, **more}
+    record = {"message": "wrong", "isolation": None, "properties": [], "between_attempts": False, "ranks": rows}
+    record |= {"test": test, "culprits": set(culprits), "outcome": outcome, "text": text, **more}
     isolator = Isolator(SimpleNamespace(roll=SimpleNamespace(who=who), directory=folder))
-    isolator.report(SimpleNamespace(test=test, culprits=set(culprits), outcome=outcome, **record), None)
+    isolator.report(SimpleNamespace(**record), None)
     path = folder / "exclude.txt"
     return excluded_hosts(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -206,6 +207,9 @@ def excluded(folder, culprits, *, nodes=4, ranks=2, outcome="failed", **more):
 def test_the_hosts_of_a_tests_culprits_are_left_out_without_a_search(tmp_path, case):
     culprits, nodes, ranks, hosts = case
     assert excluded(tmp_path, culprits, nodes=nodes, ranks=ranks) == hosts
+    own = {"text": "E  - GPU 1: ecc (hardware): 3", "rows": [{"rank": 2, "message": "mine"}], "message": "at node-0"}
+    assert excluded(tmp_path, (1, 2), nodes=2, **own) == ("node-0", "node-1")
+    assert "# node-1: failed test_ddp.py::test_ddp: mine" in (tmp_path / "exclude.txt").read_text(encoding="utf-8")
 
 
 @of_each(
@@ -219,6 +223,7 @@ def test_the_hosts_of_a_tests_culprits_are_left_out_without_a_search(tmp_path, c
         ((5,), {"between_attempts": True}),
         ((5,), {"isolation": {"culprits": []}}),
         ((5,), {"properties": [("isolation", "no search: its time is up")]}),
+        ((1, 2), {"nodes": 2}),  # such as the ends of a link
     ],
 )
 def test_what_most_nodes_or_ranks_have_or_a_search_has_not_confirmed_leaves_no_host_out(tmp_path, case):

@@ -89,10 +89,12 @@ def test_a_healthy_gpu_reaches_every_limit(name):
     for seed in range(20):
         rates = Rates(replace(described, seed=seed), limits)
         for metric, labels, ranks, count, n in conditions(described):
-            limit = limits.limit(metric, sku=described.sku, world_size=ranks, nnodes=count, labels=labels)
-            rate = rates.of(metric, labels, world_size=ranks, nodes=count, n=n)
-            if limit is not None and limit.min is not None and rate.value * (1 - 3 * described.spread) < limit.min:
-                low.append(f"seed {seed}: {metric} {labels}: {rate.value:g} of {limit.min:g}: {rate.basis}")
+            judged = {**labels, "best_of": "4096, 8192, 16384"} if n else labels
+            limit = limits.limit(metric, sku=described.sku, world_size=ranks, nnodes=count, labels=judged)
+            sizes = (4096, 8192, 16384) if n else (0,)
+            best = max(rates.of(metric, labels, world_size=ranks, nodes=count, n=each).value for each in sizes)
+            if limit is not None and limit.min is not None and best * (1 - 3 * described.spread) < limit.min:
+                low.append(f"seed {seed}: {metric} {labels}: {best:g} of {limit.min:g}")
     assert not low
 
 
@@ -150,9 +152,7 @@ def test_the_slowest_part_of_a_group_decides(world, fault, left):
 
 
 @pytest.mark.parametrize(("port", "is_mine"), [("gpu-00/mlx5_5", False), ("gpu-01/mlx5_3", True)])
-def test_a_port_that_flaps_is_slow_now_and_then_and_counts_the_links_that_it_has_lost(
-    world, tmp_path, monkeypatch, port, is_mine
-):
+def test_a_port_that_flaps_is_slow_now_and_then_and_counts_lost_links(world, tmp_path, monkeypatch, port, is_mine):
     monkeypatch.setattr(sysfs, "ROOT", tmp_path)
     count = tmp_path / "sys/class/infiniband/mlx5_3/ports/1/counters/link_downed"
     count.parent.mkdir(parents=True)

@@ -5,9 +5,8 @@ One rank compares for all. So a thousand ranks read one message each, and not a 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -168,19 +167,18 @@ def differences(settings: Mapping[int, Mapping[str, str]], inventory: Sequence[M
     of_rank = {int(entry["rank"]): entry for entry in inventory}
     for name in sorted({name for one in settings.values() for name in one}):
         values = {rank: one.get(name) for rank, one in settings.items()}
-        ranks = {
-            value: [rank for rank, other in values.items() if other == value]
-            for value, _ in Counter(values.values()).most_common()
-        }
+        ranks = grouped((value, rank) for rank, value in values.items())
         if len(ranks) < 2:
             continue
         by = MAY_DIFFER.get(name)
         places = {(of_rank[rank][by], value) for rank, value in values.items()} if by else set()
         is_meant = bool(by) and len(places) == len({place for place, _ in places})
-        parts = [f"{'not set' if value is None else value} on {rank_ranges(on)}" for value, on in ranks.items()]
-        odd = list(ranks.values())[-1]
+        (_, most), (_, second), *_ = common = sorted(ranks.items(), key=lambda one: -len(one[1]))
+        parts = [f"{'not set' if value is None else value} on {rank_ranges(on)}" for value, on in common]
+        # Of equally frequent values none is the usual one.
+        odd = [rank for _, on in common[len(most) > len(second) :] for rank in sorted(on)]
         hosts = list(dict.fromkeys(str(of_rank[rank]["host"]) for rank in odd))
-        yield finding(
+        differs = finding(
             "note" if is_meant else "environment",
             "differs",
             hosts[0],
@@ -189,3 +187,4 @@ def differences(settings: Mapping[int, Mapping[str, str]], inventory: Sequence[M
             remedy="compare the shells' start files, /etc/nccl.conf and images of the hosts, and check how the "
             "launcher passes the environment on",
         )
+        yield replace(differs, ranks=tuple(odd))

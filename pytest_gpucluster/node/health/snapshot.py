@@ -260,7 +260,8 @@ def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
             unknown.append(f"{words}: not known of {rank_ranges(missing)}")
         if len(ranks) > 1:
             usual, *rare = sorted(ranks, key=lambda value: len(ranks[value]), reverse=True)
-            odd.update(*(ranks[value] for value in rare))
+            tie = len(ranks[usual]) == len(ranks[rare[0]])  # which is right is unknown
+            odd.update(*(ranks[value] for value in (ranks if tie else rare)))
             parts = [
                 f"{value} on {rank_ranges(ranks[value])} ({', '.join(dict.fromkeys(hosts[r] for r in ranks[value]))})"
                 for value in (*reversed(rare), usual)

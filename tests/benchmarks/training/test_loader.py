@@ -18,11 +18,7 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks.training import data, loader
 from pytest_gpucluster.benchmarks.training.data import PackedTokens, endless_batches
-from pytest_gpucluster.benchmarks.training.loader import (
-    needed_bytes,
-    require_shared_memory,
-    worker_context,
-)
+from pytest_gpucluster.benchmarks.training.loader import needed_bytes, require_shared_memory, worker_context
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches
 from pytest_gpucluster.errors import EnvironmentBroken

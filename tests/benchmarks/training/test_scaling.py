@@ -30,9 +30,7 @@ def sure(*medians: float, spread: float = 0.0, inconclusive: str = "") -> list[S
     ],
     ids=["all alike", "one slow rank in the larger", "a slow gpu", "half of the nodes slow", "faster than alone"],
 )
-def test_the_slowest_of_the_larger_stands_over_the_median_of_the_smaller(
-    larger: tuple[float, ...], smaller: tuple[float, ...], ratio: float
-) -> None:
+def test_the_slowest_of_the_larger_stands_over_the_median_of_the_smaller(larger, smaller, ratio):
     assert efficiency(sure(*larger), sure(*smaller)).median == pytest.approx(ratio, rel=1e-3)
 
 

@@ -11,13 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import INITIAL_DEVIATION, Geometry, make_decoder, on_meta
-from pytest_gpucluster.benchmarks.training.sharding import (
-    allocate,
-    layout_defect,
-    mesh_of,
-    part_of,
-    shard,
-)
+from pytest_gpucluster.benchmarks.training.sharding import allocate, layout_defect, mesh_of, part_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training, without_gradient_sync
 
 CPU = torch.device("cpu")

@@ -9,11 +9,7 @@ from sysfs_ports import add_port, write
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node.fabric import port_exchange
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.fabric.port_exchange import (
-    differences,
-    ports_of_all,
-    settings_of_all,
-)
+from pytest_gpucluster.node.fabric.port_exchange import differences, ports_of_all, settings_of_all
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.sysfs import Tree
 

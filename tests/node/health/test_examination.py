@@ -562,6 +562,9 @@ def test_the_odd_ranks_are_named_with_their_values_and_hosts():
     with pytest.raises(HardwareFault) as caught:
         require_uniform(fleet({}, {}, odd, {}))
     assert caught.value.ranks == (2,)
+    with pytest.raises(HardwareFault) as tie:
+        require_uniform(fleet({"vbios": "x"}, {"vbios": "y"}))
+    assert tie.value.ranks == (0, 1), "which is right is unknown"
     first, *rest = str(caught.value).splitlines()
     assert in_order(first, "VBIOS: 96.00.30 rank 2 (gpu-02); 96.00.74.00.01 ranks 0-1, 3 (gpu-00")
     assert "ECC" in "".join([first, *rest]), "all differences at once"
