@@ -53,7 +53,7 @@ class Kind:
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "slow-gpu": Kind(where="gpu", does="all rates of the GPU are lower by this much", amount=0.1, unit="%"),
-        "throttle": Kind(where="gpu", does="after this long under load it slows down, hot", amount=600.0, unit="s"),
+        "throttle": Kind(where="gpu", does="it is too hot after this long under load", amount=600.0, unit="s"),
         "power-cap": Kind(where="host", does="the power limit of all its GPUs", amount=500.0, unit="W"),
         "ecc": Kind(where="gpu", does="uncorrected memory errors appear under load"),
         "ecc-corrected": Kind(where="gpu", does="corrected memory errors appear under load", healthy=True),
@@ -79,7 +79,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "mig": Kind(where="gpu", does="MIG is on"),
         "vbios": Kind(where="gpu", does="another VBIOS than all others"),
         "clock-skew": Kind(where="host", does="its clock is ahead by this much", amount=2.0, unit="s"),
-        "slow-files": Kind(where="cluster", does="each read or write of a shared file waits", amount=0.05, unit="s"),
+        "slow-files": Kind(where="cluster", does="access to shared files takes this much more", amount=0.05, unit="s"),
         "straggler": Kind(where="gpu", does="it is slower in training by this much", amount=0.3, unit="%"),
         "wrong-gradient": Kind(where="gpu", does="one of its gradients is wrong by this much", amount=0.1, unit="%"),
         "diverge": Kind(where="cluster", does="the training's loss rises"),
