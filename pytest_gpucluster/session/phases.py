@@ -434,7 +434,7 @@ class Phases:
             verdict["group_invalid"] = True
         if any(body.get("nvls") for body in bodies.values()):
             verdict |= {"group_invalid": True, "nvls": True}
-        # Whom a rank has named did not raise what is expected: that rank did.
+        # A rank that another one has named did not raise what is expected: that one did.
         raised = [] if merged.judged else [each.rank for each in outcomes if each.outcome in BAD]
         blamed = bodies if merged.shared else raised or merged.culprits
         if blamed and all(bodies[rank].get("expected") for rank in blamed):
