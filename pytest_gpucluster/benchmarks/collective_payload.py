@@ -247,7 +247,10 @@ class Payload:
         if again and LARGEST_ADDEND * self._ranks * odd**again > 2 / torch.finfo(DTYPES[self.dtype]).eps:
             return None
         grown = float(self._ranks**again)
-        are_wrong, verb = ("sums are wrong", "contributed") if self._is_sum else ("elements are wrong", "sent")
+        are_wrong, origin = "elements are wrong", "which rank {} sent"
+        if self._is_sum:
+            are_wrong, origin = "sums are wrong", "the addend of rank {}"
+            origin += "; any rank may have spoilt it" if self._ranks > 1 else ""
         count, first = 0, ""
         for start, sources, values in self._expected():
             part = self.received[start : start + len(values)]
@@ -259,7 +262,7 @@ class Payload:
                 source = dist.get_global_rank(self._group, sources if isinstance(sources, int) else int(sources[at]))
                 first = (
                     f"the first at offset {start + at}: found {float(part[at]):.9g}, "
-                    f"expected {float(due[at]):.9g}, which rank {source} {verb}"
+                    f"expected {float(due[at]):.9g}, {origin.format(source)}"
                 )
             count += here
         self.verified += len(self.received)

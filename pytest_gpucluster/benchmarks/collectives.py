@@ -358,7 +358,7 @@ class _Measurement:
         if self._payload.is_scattered and any(map(any, flags)):
             of_ranks = self._ranks.gather_objects(found)
             index, text = next((index, text) for index, text in enumerate(of_ranks) if text)
-            found = f"{text}; {self._ranks.name(index)} received it, and any of the ranks may have spoilt it"
+            found = f"{text}; {self._ranks.name(index)} received it"
         if found:
             raise WrongResult(found) from None
 

@@ -162,7 +162,7 @@ def test_a_wrong_sum_names_rank_element_found_and_expected(alone, dtype, value):
     message = str(caught.value)
     assert message.startswith(f"all_reduce of 4000 B {dtype} over 1 ranks: 1 of ")
     assert re.search(rf"are wrong.* 17: found {value:g}, expected ", message)
-    assert message.endswith("which rank 0 contributed")
+    assert message.endswith("the addend of rank 0")
 
 
 def test_a_sum_that_turns_wrong_under_load_is_found_after_the_windows(alone):
@@ -328,4 +328,4 @@ def test_a_rank_that_adds_old_data_or_nothing_is_found_by_all():
     for silent, stale in said:
         assert stale.startswith("WrongResult: all_reduce of 4000 B fp32 over 2 ranks: ")
         assert "500 of 1000 sums are wrong" in silent
-        assert silent.endswith("which rank 1 contributed")
+        assert silent.endswith("the addend of rank 1; any rank may have spoilt it")

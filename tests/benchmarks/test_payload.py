@@ -120,7 +120,7 @@ def test_of_a_reduce_scatter_each_rank_has_its_own_part_of_the_sums(monkeypatch)
     made[2].received[5] += 1
     assert re.search(r"1 of 600 .*are wrong.* 5: found ", made[2].defect())
     # Element 5 of the third part is number 1205 of the whole, and the second filling begins one rank further.
-    assert made[2].defect().endswith(f"which rank {(1205 + 2) % ranks + 10} contributed")
+    assert made[2].defect().endswith(f"the addend of rank {(1205 + 2) % ranks + 10}; any rank may have spoilt it")
     for one in made:
         one.ready(3)
     total = sum(one.sent.double() for one in made)
