@@ -151,7 +151,7 @@ def run(case: Case, folder: Path) -> tuple[int, float]:
 
 def judged(case: Case, code: int, cpu_seconds: float, tests: Sequence[Mapping[str, str]]) -> Outcome:
     """Compare what the messages name with the place of the fault."""
-    bad = [test for test in tests if test["outcome"] in ("failed", "error")]
+    bad = [test for test in tests if test["outcome"] in ("failed", "error", "running")]
     naming = [test for test in bad if case.fault and _names(test["message"], case.fault)]
     accused = [
         f"{test['name']}: {test['message']}"
