@@ -87,11 +87,5 @@ ROCE_GIDS = {
 
 def add_roce(sysfs, device="mlx5_0", **changes):
     """Add a RoCE port with an IPv4 address."""
-    settings = {
-        "link_layer": "Ethernet",
-        "lid": "0x0",
-        "sm_lid": "0x0",
-        "gids": ROCE_GIDS,
-        "interface": "eth2",
-    }
+    settings = {"link_layer": "Ethernet", "lid": "0x0", "sm_lid": "0x0", "gids": ROCE_GIDS, "interface": "eth2"}
     return add_port(sysfs, device, **{**settings, **changes})

@@ -21,6 +21,7 @@ from pytest_gpucluster.judge.evidence import Row
 from pytest_gpucluster.judge.limits import Thresholds
 from pytest_gpucluster.metrics import measurement, stats
 from pytest_gpucluster.metrics.datasheets import SKUS
+from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.simulation.cluster import Cluster
 
 Basis = Literal["stated", "published", "one row", "floor", "data sheet"]
@@ -70,7 +71,7 @@ def conditions(cluster: Cluster) -> Iterator[Condition]:
         ranks = nodes * cluster.gpus_per_node
         yield Condition("link.bandwidth", over, ranks, nodes)
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"):
-            yield Condition(f"nccl.{name}.busbw", {**over, "size": "1 GB"}, ranks, nodes)
+            yield Condition(f"nccl.{name}.busbw", {**over, "size": show(1e9, "B")}, ranks, nodes)
 
 
 class Rates:

@@ -123,11 +123,7 @@ def test_a_baseline_of_no_use_is_refused(tmp_path, one):
 
 def test_no_baseline_and_no_journal_are_refused(tmp_path):
     (tmp_path / "text").write_text("a shopping list\n")
-    for name, message in (
-        ("none", "cannot be read"),
-        ("text", "not a journal"),
-        ("", "neither a journal.jsonl nor"),
-    ):
+    for name, message in (("none", "cannot be read"), ("text", "not a journal"), ("", "neither a journal.jsonl nor")):
         with pytest.raises(OptionError, match=message):
             Baseline.read(tmp_path / name, allowed=0.03, kind="")
 

@@ -231,13 +231,7 @@ def test_the_operands_are_random_and_depend_on_the_seed_alone(dtype):
 # Operands and result of one fp32 product are 12 n^2 bytes, of fp8 4 n^2.
 @pytest.mark.parametrize(
     ("dtype", "cache", "sets"),
-    [
-        ("fp32", 0, 1),
-        ("fp32", 4 * N**2, 1),
-        ("fp32", 4 * N**2 + 1, 2),
-        ("fp32", 16 * N**2, 4),
-        ("bf16", 4 * N**2, 2),
-    ],
+    [("fp32", 0, 1), ("fp32", 4 * N**2, 1), ("fp32", 4 * N**2 + 1, 2), ("fp32", 16 * N**2, 4), ("bf16", 4 * N**2, 2)],
     ids=str,
 )
 def test_operands_that_fit_the_cache_are_used_in_turn_with_others(dtype, cache, sets):

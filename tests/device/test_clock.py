@@ -71,12 +71,7 @@ def test_an_event_region_that_raises_is_not_counted(event_clock):
 
 @pytest.mark.parametrize(
     ("launches", "seconds", "spins"),
-    [
-        (1, 0.0, [("cuda:1", 100_000)]),
-        (8, 0.0009, [("cuda:1", 800_000)]),
-        (1, 0.001, []),
-        (64, 0.5, []),
-    ],
+    [(1, 0.0, [("cuda:1", 100_000)]), (8, 0.0009, [("cuda:1", 800_000)]), (1, 0.001, []), (64, 0.5, [])],
     ids=["unknown time", "short region", "1 ms", "long region"],
 )
 def test_the_device_spins_ahead_of_short_regions_only(event_clock, launches, seconds, spins):

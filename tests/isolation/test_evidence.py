@@ -58,12 +58,7 @@ def test_a_partner_that_never_passed_implicates_no_unit():
 
 
 def test_a_partner_that_fails_with_others_too_implicates_no_unit():
-    found = evidence(
-        8,
-        *BAD_0,
-        [((1, 6), False), ((4, 5), True)],
-        [((6, 7), True), ((4, 5), True)],
-    )
+    found = evidence(8, *BAD_0, [((1, 6), False), ((4, 5), True)], [((6, 7), True), ((4, 5), True)])
     # The failure with 1 may be caused by 1, which has failed with 6, and 6 is good.
     assert accused(found) == []
 

@@ -65,6 +65,7 @@ EXPLAINED = {
     "SM clock 1176 of 1980 MHz": seen(
         sm_clock_mhz=[300, 0.99 * SLOW_CLOCK, 1980], utilization_percent=[0, BUSY_PERCENT, 100]
     ),
+    "SM clock 345 of 1980 MHz": seen(sm_clock_mhz=[300, 345, 1980], utilization_percent=[None] * 3),  # it may be busy
     "pcie.replays +3": seen(counters={"pcie.replays": 3, "infiniband.mlx5_0/1.port_xmit_bytes": 10**9}),
     "nvlink.replay[0] +1, nvlink.replay[1] +1, nvlink.replay[2] +1, 2 more counters": seen(
         counters={f"nvlink.replay[{link}]": 1 for link in range(5)}

@@ -205,13 +205,7 @@ def test_a_name_that_is_not_allowed_is_refused_with_all_that_are_and_the_nearest
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("1 GB", ("amount of data", 8e9)),
-        ("8192", ("number", 8192.0)),
-        ("bf16", None),
-        ("3 parsec", None),
-        ("", None),
-    ],
+    [("1 GB", ("amount of data", 8e9)), ("8192", ("number", 8192.0)), ("bf16", None), ("3 parsec", None), ("", None)],
 )
 def test_magnitudes_compare_quantities_and_bare_numbers(text, expected):
     assert units.magnitude(text) == expected

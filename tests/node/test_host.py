@@ -56,12 +56,7 @@ def test_a_rank_counts_on_its_part_and_on_no_more_than_it_may_run_on(tmp_path):
 
 @of_each(
     "case",
-    [
-        ("unlimited", 0, 1.0),
-        (10**15, 0, 1.0),
-        (65536, 1 << IPC_LOCK, 1.0),
-        (65536, 0, 65536 / (2113568112 * 1024)),
-    ],
+    [("unlimited", 0, 1.0), (10**15, 0, 1.0), (65536, 1 << IPC_LOCK, 1.0), (65536, 0, 65536 / (2113568112 * 1024))],
 )
 def test_locked_memory_is_a_part_of_what_there_is(tmp_path, case):
     memlock, capabilities, ratio = case

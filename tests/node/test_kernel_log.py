@@ -135,12 +135,7 @@ def test_a_log_that_cannot_be_read_has_each_reason(tmp_path, monkeypatch):
     log = read(kmsg=tmp_path / "none", commands=(silent, hangs, refused, ("no-such-command-here",)))
     assert log.lines == ()
     assert log.xids() == ()
-    for reason in (
-        "No such file or directory",
-        "it is empty",
-        "no answer within 1 s",
-        "Operation not permitted",
-    ):
+    for reason in ("No such file or directory", "it is empty", "no answer within 1 s", "Operation not permitted"):
         assert reason in log.why_not
     assert in_order(log.why_not, "no-such-command-here No")
 

@@ -167,6 +167,17 @@ def test_each_of_two_gpus_with_a_finding_has_its_own_text():
     assert "gpu-01 GPU 3 (rank 11): health: HardwareFault: nvlink_down on gpu-01" in shown
 
 
+def test_a_finding_of_more_ranks_is_a_place_of_its_own_also_on_all_nodes():
+    text = "HardwareFault: port_state: gpu-01\n- gpu-01: port_state (hardware): it is down; allowed: up; what to do: x"
+    gpu, port = ended("gpu", 11), replace(ended("port", *range(8, 16)), text=text)
+    journal = cluster(FINE, gpu, port)
+    assert list(failures_by_place(journal, outline(journal))) == [frozenset({11}), frozenset(range(8, 16))]
+    for ports, mark in ((replace(port, culprits=tuple(range(24))), "F"), (ended("alike", *range(24)), "~")):
+        journal = cluster(FINE, ports)
+        marks = [each.mark for node in cluster_map(journal, outline(journal)) for each in node.gpus]
+        assert marks == [mark] * 24
+
+
 def test_a_message_that_was_cut_is_completed_from_the_traceback_without_its_marks():
     text = "    raise fault\nE   pytest_gpucluster.errors.HardwareFault: the GPU of rank 5 is slow by itself"
     failed = replace(ended("links", 5), message="HardwareFault: the GPU of rank 5 is slo\u2026", text=text)

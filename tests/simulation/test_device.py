@@ -108,6 +108,14 @@ def test_rows_set_a_rate_and_others_check_it():
     assert Rates(replace(load("2x8xH100"), rates={"hbm.copy.bandwidth": 3.0})).of("hbm.copy.bandwidth").value == 3.0
 
 
+def test_what_a_device_asks_for_is_in_the_table_of_rates(world):
+    found = world()
+    for measured in (tflops, hbm, h2d, step, busbw):
+        measured()
+    known = {(each.metric, tuple(sorted(each.labels.items())), *each[2:]) for each in conditions(found.cluster)}
+    assert 5 == len(found.rates._known.keys() & known) == len(found.rates._known)
+
+
 @pytest.mark.parametrize(
     ("fault", "measured", "left"),
     [

@@ -36,7 +36,7 @@ PAGE_BYTES = 4096
 this size differs from all others, so that no file system deduplicates them."""
 
 write_bytes, read_into = os.write, os.preadv
-"""The system calls on the file: what replaces them makes them slow."""
+"""The system calls on the file; a simulation replaces them by slow ones."""
 
 _BUFFERS = 3
 """One is read into while another is verified."""

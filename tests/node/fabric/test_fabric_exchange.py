@@ -166,3 +166,10 @@ def test_a_pattern_that_a_launcher_sets_is_meant_and_any_other_is_not(name, of):
     other = {rank: {"NCCL_ALGO": of(rank)} for rank in range(8)}
     for values, kind in ((pattern, "note"), ({**pattern, 6: {name: "odd"}}, "environment"), (other, "environment")):
         assert [found.kind for found in differences(values, inventory(2, 4))] == [kind]
+
+
+@pytest.mark.parametrize("odd", [(0,), (3, 5), tuple(range(8))])
+def test_the_ranks_with_an_unusual_value_have_it_and_of_equally_frequent_ones_all(odd):
+    some = range(4) if len(odd) == 8 else odd
+    [found] = differences({rank: {"NCCL_ALGO": "Ring"} if rank in some else {} for rank in range(8)}, inventory(2, 4))
+    assert found.ranks == odd
