@@ -134,7 +134,7 @@ def parse(text: str) -> Fault:
     Raises: OptionError that says what is allowed.
     """
     found = _WRITTEN.fullmatch(text.strip())
-    name = found["name"] if found else text.partition(":")[0]
+    name = found["name"] if found else re.split("[:=]", text.strip())[0]
     if name not in KINDS:
         raise OptionError(f"no fault is called {name!r}; known are {', '.join(KINDS)}{did_you_mean(name, KINDS)}")
     kind = KINDS[name]

@@ -75,6 +75,7 @@ def test_a_fault_is_found_at_its_place_only():
         ("slowgpu:gpu-00/1", "'slow-gpu'"),
         ("slow-gpu:gpu-00", "slow-gpu:gpu-01/3"),
         ("slow-gpu:gpu-00/1=3s", "in %"),
+        ("slow-files=abc", "slow-files=0.05s"),
         ("ecc:gpu-00/1=3%", "no amount"),
         ("slow-gpu:gpu-00/1=0%", "above 0 %"),
         ("slow-gpu:gpu-00/1=100%", "below 100 %"),
